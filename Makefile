@@ -52,10 +52,10 @@ $(STAMP): requirements.lock pyproject.toml Makefile
 	if ! $(PYTHON) -m pip --version >/dev/null 2>&1; then \
 	    echo "Setting up $(VENV) with $$("$$python" -V), which takes about a minute."; \
 	    "$$python" -m venv --clear $(VENV) >/dev/null 2>&1 \
-	        || { "$$python" -m venv --clear --without-pip $(VENV) && "$$python" -m pip -q --python $(PYTHON) install pip; }; \
+	        || { "$$python" -m venv --clear --without-pip $(VENV) && "$$python" -m pip -qq --python $(PYTHON) install pip; }; \
 	fi
-	@$(PYTHON) -m pip install -q --disable-pip-version-check -r requirements.lock
-	@$(PYTHON) -m pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@$(PYTHON) -m pip install -qq --disable-pip-version-check -r requirements.lock
+	@$(PYTHON) -m pip install -qq --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@$(PYTHON) -c "$$LINK_PACKAGES" $(LINKS)
 	@touch $@
 
