@@ -69,7 +69,7 @@ def test_both_token_forms_carry_the_same_ids(ids: list[int]) -> None:
         (v1.Acknowledgement(rollout_id="r"), "reward"),
         (v1.Budget(), "max_running_rollouts"),
         (v1.Budget(), "max_kv_tokens"),
-        (v1.ClassQuota(), "share"),
+        (v1.ClassQuota(), "max_running_rollouts"),
         (v1.ReportStepRequest(), "samples_needed"),
         (v1.ReportStepRequest(), "policy_entropy"),
         (v1.EndRunRequest(), "trainer_epoch"),
