@@ -147,9 +147,7 @@ def _score_entry(
     """Score one entry on the engines worth looking at; returns OPEN when at least one would take it."""
     queueing.refresh_hits(world, entry)
     facts = queueing.entry_facts(world, entry)
-    fixed = sum(
-        term.sign * weights[term.weight] * clamp(term.score(facts)) for term in TERMS if not term.per_engine
-    )
+    fixed = sum(term.sign * weights[term.weight] * clamp(term.score(facts)) for term in TERMS if not term.per_engine)
     closed = Gate.NO_ENGINE
     open_to: list[tuple[Engine, int]] = []
     for engine in roomy:
@@ -162,6 +160,7 @@ def _score_entry(
         return closed
     hits = entry.hits
     facts.common_tokens = _common_hit(world, entry) if hits else 0
+    seen: list[Candidate] = []
     for engine, claim in _worth_scoring(world, open_to, hits):
         facts.hit_tokens = hits.get(engine.cache_key, 0)
         facts.dearness = dearness(entry, engine)
@@ -175,7 +174,8 @@ def _score_entry(
         if (score, tie) > (choice.score, choice.tie):
             choice.score, choice.tie = score, tie
             choice.entry, choice.engine, choice.claim = entry, engine, claim
-            choice.candidates.append(_candidate(engine, facts, score))
+            choice.candidates = seen
+        seen.append(_candidate(engine, facts, score))
     return Gate.OPEN
 
 
@@ -372,5 +372,8 @@ def _hold_siblings(world: World, entry: Entry, leader: Attempt, predicted: int) 
     queueing.hold(world, entry, Gate.HELD_FOR_LEADER, settings.leader_timeout_seconds)
     entry.leader_id = leader.attempt_id
     world.decide(
-        DecisionKind.HELD, entry.members[0], f"leader {leader.rollout.rollout_id} computes the prompt", gate=Gate.HELD_FOR_LEADER
+        DecisionKind.HELD,
+        entry.members[0],
+        f"leader {leader.rollout.rollout_id} computes the prompt",
+        gate=Gate.HELD_FOR_LEADER,
     )

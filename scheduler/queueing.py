@@ -196,9 +196,7 @@ def entry_facts(world: World, entry: Entry) -> Facts:
     facts.expected_seconds = entry.expected_tokens * pool_token_seconds(world, run, entry.pool)
     facts.waited_seconds = world.now - entry.queued_at
     facts.aging_seconds = world.config.queue.aging_seconds
-    facts.slack_seconds = (
-        None if entry.deadline_at is None else entry.deadline_at - world.now - facts.expected_seconds
-    )
+    facts.slack_seconds = None if entry.deadline_at is None else entry.deadline_at - world.now - facts.expected_seconds
     step = entry.members[0].needed_by_step
     facts.steps_away = None if step is None else step - run.step
     facts.stratum_share = run.mix.dispatched_share(entry.stratum)

@@ -55,7 +55,14 @@ class Attempt:
     )
 
     def __init__(
-        self, attempt_id: str, rollout: Rollout, engine: Engine, permit: Permit, batch_id: int, now: float, token_bytes: bytes
+        self,
+        attempt_id: str,
+        rollout: Rollout,
+        engine: Engine,
+        permit: Permit,
+        batch_id: int,
+        now: float,
+        token_bytes: bytes,
     ) -> None:
         self.attempt_id = attempt_id
         self.rollout = rollout

@@ -37,9 +37,13 @@ def run_view(world: World, run: Run, now: float) -> RunView:
         phase_blend=run.phase.blend,
         settings=run.settings,
         classes={
-            one: Counts(ledger.class_queued[one], ledger.class_running[one], run.finished_by_class[one]) for one in RolloutClass
+            one: Counts(ledger.class_queued[one], ledger.class_running[one], run.finished_by_class[one])
+            for one in RolloutClass
         },
-        tasks={one: Counts(ledger.task_queued[one], ledger.task_running[one], run.finished_by_task[one]) for one in TaskType},
+        tasks={
+            one: Counts(ledger.task_queued[one], ledger.task_running[one], run.finished_by_task[one])
+            for one in TaskType
+        },
         budget=ledger.budget,
         budget_is_default=ledger.budget is world.config.budget.default,
         budget_lease_remaining_seconds=max(0.0, lease.due - now) if lease is not None else 0.0,

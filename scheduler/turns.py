@@ -46,7 +46,11 @@ def next_turn(world: World, pool: str, blocked: set[tuple[str, RolloutClass, boo
 def charge(world: World, run: Run, pool: str, expected_tokens: float, short: bool) -> None:
     """A turn was used: advance the run's virtual time and its counters."""
     floor = min(
-        (other.virtual_tokens[pool] for other in world.runs.values() if other.ledger.queued and pool in other.virtual_tokens),
+        (
+            other.virtual_tokens[pool]
+            for other in world.runs.values()
+            if other.ledger.queued and pool in other.virtual_tokens
+        ),
         default=0.0,
     )
     start = max(run.virtual_tokens.get(pool, 0.0), floor if pool not in run.virtual_tokens else 0.0)
