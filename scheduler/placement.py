@@ -358,6 +358,8 @@ def _dispatch(world: World, entry: Entry, engine: Engine, choice: _Choice, batch
     sampling = dict(spec.sampling)
     if spec.seeds:
         sampling["sampling_seed"] = spec.seeds[rollout.sample_index]
+    if rollout.pieces and sampling.get("min_new_tokens"):
+        sampling["min_new_tokens"] = max(0, sampling["min_new_tokens"] - rollout.kept_tokens)
     world.emit(
         Dispatch(
             attempt_id=attempt.attempt_id,
