@@ -32,11 +32,36 @@ TopEntry = list[LogprobEntry] | None
 # Fields of `meta_info` that every answer may carry (accounting, times, what `Slice` has fields for). What remains was
 # asked for through engine_params and goes into `Slice.extras`. Source: SGLang 0.5.23, answers seen with metrics on.
 _COMMON_META = frozenset(
-    """id finish_reason prompt_tokens completion_tokens reasoning_tokens cached_tokens cached_tokens_details
-    weight_version weight_versions num_retractions dp_rank e2e_latency storage_prefetch_wait storage_staging_wait
-    forward_entry_time prefill_finished_time queue_time first_token_latency decode_throughput request_received_ts
-    request_finished_ts response_sent_to_client_ts api_server_dispatch_finish_ts output_token_logprobs
-    output_token_logprobs_length output_top_logprobs input_token_logprobs input_top_logprobs""".split()
+    (
+        "id",
+        "finish_reason",
+        "prompt_tokens",
+        "completion_tokens",
+        "reasoning_tokens",
+        "cached_tokens",
+        "cached_tokens_details",
+        "weight_version",
+        "weight_versions",
+        "num_retractions",
+        "dp_rank",
+        "e2e_latency",
+        "storage_prefetch_wait",
+        "storage_staging_wait",
+        "forward_entry_time",
+        "prefill_finished_time",
+        "queue_time",
+        "first_token_latency",
+        "decode_throughput",
+        "request_received_ts",
+        "request_finished_ts",
+        "response_sent_to_client_ts",
+        "api_server_dispatch_finish_ts",
+        "output_token_logprobs",
+        "output_token_logprobs_length",
+        "output_top_logprobs",
+        "input_token_logprobs",
+        "input_top_logprobs",
+    )
 )
 # Extras with one entry per output token, which the incremental form sends in pieces.
 _PER_TOKEN_META = ("output_token_ids_logprobs", "output_token_sampling_mask", "output_token_sampling_logprobs")

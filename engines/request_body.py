@@ -22,8 +22,20 @@ from rolloutd.engines.base import AttemptRequest, EngineFault, FaultKind
 
 # Top-level request fields that this door sets itself, or that would change how the answer comes back.
 OWN_FIELDS = frozenset(
-    """rid input_ids text input_embeds sampling_params stream return_logprob logprob_start_len top_logprobs_num
-    cache_salt return_prompt_token_ids background""".split()
+    (
+        "rid",
+        "input_ids",
+        "text",
+        "input_embeds",
+        "sampling_params",
+        "stream",
+        "return_logprob",
+        "logprob_start_len",
+        "top_logprobs_num",
+        "cache_salt",
+        "return_prompt_token_ids",
+        "background",
+    )
 )
 # Sampling words that would make one attempt several sequences; they must be 1 where given.
 _ONE_SEQUENCE = ("n", "beam_width")

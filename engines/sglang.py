@@ -182,8 +182,8 @@ class SGLangEngine:
         if not configured and known is None:
             raise self._fault(
                 FaultKind.REFUSED,
-                f"the vocabulary size is unknown: no config.json of model {model_path} is readable on this host and the "
-                "server does not state it; set vocabulary_size for this engine (the model's vocab_size)",
+                f"the vocabulary size is unknown: no config.json of model {model_path} is readable on this host and "
+                "the server does not state it; set vocabulary_size for this engine (the model's vocab_size)",
             )
         return configured or known or 0
 
@@ -295,7 +295,7 @@ class SGLangEngine:
                     await self._check_head(response)
                     await self._read(request, response, attempt, limit, on_progress)
                 finally:
-                    # Hangs up if the stream has not ended; else the connection is back in the pool and this does nothing.
+                    # Hangs up unless the stream has ended; then the connection is back in the pool already.
                     response.close()
             trouble = FaultKind.BROKEN, "the stream ended before the attempt did"
         except TimeoutError as error:

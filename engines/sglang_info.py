@@ -117,8 +117,8 @@ def _warnings(server: ServerInfo, model: ModelInfo) -> list[str]:
         said.append("the radix cache is off: no prefix is ever reused; drop --disable-radix-cache")
     if server.max_queued_requests is not None:
         said.append(
-            f"--max-queued-requests {server.max_queued_requests}: requests that the engine itself puts back are refused "
-            "and lose their tokens; leave it unset, the queue is kept here"
+            f"--max-queued-requests {server.max_queued_requests}: requests that the engine itself puts back are "
+            "refused and lose their tokens; leave it unset, the queue is kept here"
         )
     if server.allow_auto_truncate:
         said.append("--allow-auto-truncate: over-long requests are shortened without a word instead of being refused")
