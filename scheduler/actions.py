@@ -1,0 +1,143 @@
+"""Everything the core can ask for. The server turns actions into awaits and their results into events.
+
+Invariants
+- One `Dispatch` per attempt id, ever; an `Abort` names an attempt that was dispatched and has not ended.
+- `Deliver` with a cursor > 0 is durable: it is repeated on re-attachment until acknowledged.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rolloutd.scheduler.refusal import Refusal
+from rolloutd.scheduler.result import RolloutResult
+from rolloutd.scheduler.states import AbortReason, RolloutState
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Start one attempt on one engine. `token_bytes` is prompt plus kept partial tokens."""
+
+    attempt_id: str
+    engine_id: str
+    batch_id: int
+    run_id: str
+    rollout_id: str
+    token_bytes: bytes
+    text: str | None
+    max_new_tokens: int
+    sampling: Mapping[str, Any]
+    logprobs: bool
+    top_logprobs: int
+    prompt_logprobs_from: int | None
+    engine_params: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Stop one attempt; its end still comes as AttemptEnded or AttemptFailed."""
+
+    attempt_id: str
+    engine_id: str
+    reason: AbortReason
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    rollout_id: str
+    state: RolloutState
+    queue_position: int
+    matched_prefix_tokens: int
+    estimated_start_seconds: float
+    attached: bool  # the id was known already: this is the same rollout
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    rollout_id: str
+    error: Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Progressed:
+    rollout_id: str
+    generated_tokens: int
+    engine_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    result: RolloutResult
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFinished:
+    group_id: str
+    complete: bool
+    rollout_ids: tuple[str, ...]
+    failed_rollout_ids: tuple[str, ...]
+
+
+class NoticeKind(enum.IntEnum):
+    NO_CAPACITY = 0
+    BUDGET_CHANGED = 1
+    BUDGET_LEASE_EXPIRED = 2
+    DRAINING = 3
+    RESULTS_EXPIRED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    kind: NoticeKind
+    message: str
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Attached:
+    """Answer to AttachConsumer: where the stream stands."""
+
+    cursor: int
+    unfinished_rollouts: int
+    undelivered_events: int
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """One event for one consumer's stream; dropped by the server when the consumer is not connected."""
+
+    run_id: str
+    consumer_id: str
+    cursor: int
+    event: Accepted | Rejected | Progressed | Finished | GroupFinished | Notice | Attached
+
+
+@dataclass(frozen=True, slots=True)
+class EndStream:
+    """Close a consumer's stream; `error` None means a clean end."""
+
+    run_id: str
+    consumer_id: str
+    error: Refusal | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """The event was not accepted; nothing changed. Always the only action of a refused event."""
+
+    error: Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Something a person should find in the log. `level`: "info" or "warning"."""
+
+    level: str
+    event: str
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+Action = Dispatch | Abort | Deliver | EndStream | Refuse | Record

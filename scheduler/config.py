@@ -1,0 +1,126 @@
+"""Settings of the core: one frozen tree, defaults and limits in one place. The server fills it from file, environment, flags.
+
+Sources: DESIGN defaults of the service's configuration table; the rest are starting values whose reason stands beside them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rolloutd.scheduler.spec import Budget
+
+
+@dataclass(frozen=True, slots=True)
+class WeightDefaults:
+    prefix: float = 0.4
+    critical: float = 0.4
+    waiting: float = 0.2
+    diversity: float = 0.1
+    cost: float = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class QueueSettings:
+    """`scheduler.*`"""
+
+    max_batch_size: int = 32
+    scheduling_interval_ms: float = 10.0
+    queue_capacity: int = 4096  # rollouts per run and class
+    queue_capacity_bytes: int = 256 << 20  # prompt bytes per run and class
+    queue_ttl_seconds: float = 3600.0
+    aging_seconds: float = 60.0  # waiting term reaches 1 here
+    overdue_seconds: float = 300.0  # after this, every `overdue_turn`-th dispatch goes to overdue work of any class
+    overdue_turn: int = 8
+    reserved_short_slots: int = 1  # per engine with at least 8 slots, while short work has been seen lately
+    reserve_memory_seconds: float = 60.0
+    short_quantum: int = 8  # short dispatches in a row while long work waits
+    long_quantum: int = 8  # long dispatches in a row while short work waits
+    max_defer_seconds: float = 5.0  # REUSABLE held for a prefix somebody computes
+    leader_timeout_seconds: float = 20.0  # siblings stop waiting for their leader's first token
+    min_shared_tokens: int = 32  # prefixes shorter than this are not worth waiting for
+    large_reserve_seconds: float = 10.0  # a rollout too large for any gap gets an engine kept free for it after this
+    decision_ring: int = 4096
+    max_strata: int = 64
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptSettings:
+    """`preempt.*`: the guards that keep yielding from becoming thrashing."""
+
+    enabled: bool = True
+    min_run_seconds: float = 2.0
+    max_per_rollout: int = 2
+    cool_down_seconds: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PolicySettings:
+    """`policy.*`: the two phases, the band between them and the ramp."""
+
+    cold_start_steps: int = 200
+    cold_start_entropy: float = 0.0  # STABLE also needs entropy at or below this; 0: not used
+    entropy_band: float = 0.1  # back to COLD_START only above cold_start_entropy * (1 + band)
+    phase_ramp_steps: int = 20
+    cold_start_prefix_weight: float = 0.1
+    stable_prefix_weight: float = 0.4
+    cold_start_diversity_weight: float = 0.2
+    stable_diversity_weight: float = 0.1
+    cold_start_batch_size: int = 8
+    cold_start_tail_fill: float = 0.25  # see placement: how full engines may be while only the critical tail runs
+    stable_tail_fill: float = 0.5
+    stable_lower_turn: int = 32  # every n-th dispatch may go to a lower class although critical work waits; cold: never
+
+
+@dataclass(frozen=True, slots=True)
+class BudgetSettings:
+    """`budget.*`: the default a lease falls back to, and how fast a shrink is done."""
+
+    default: Budget = field(default_factory=Budget)
+    shrink_seconds: float = 5.0
+    kv_watermark: float = 0.9  # claims above this share of an engine's KV hold new sessions, continuations pass
+    growth_tokens: int = 256  # a claim that is outgrown grows by this much at a time
+    headroom_tokens: int = 64  # tokens an engine may write between two reports and an abort
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorSettings:
+    """`executor.*`"""
+
+    timeout_seconds: float = 120.0  # without progress
+    max_attempts: int = 3
+    breaker_faults: int = 3
+    breaker_seconds: float = 5.0
+    busy_seconds: float = 0.25
+    abort_seconds: float = 10.0  # an abort that is not answered by then counts as a broken engine
+
+
+@dataclass(frozen=True, slots=True)
+class DeliverySettings:
+    """`delivery.*`: the bound on results that nobody acknowledged yet."""
+
+    max_undelivered_bytes: int = 256 << 20
+    undelivered_ttl_seconds: float = 3600.0
+    max_runs: int = 1024
+    max_consumers_per_run: int = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class IndexSettings:
+    """`index.*`"""
+
+    max_bytes: int = 1 << 30
+    page_tokens: int = 16
+    eviction: str = "lru"
+    max_cached_tokens: int = 0  # cap on credited cache per engine; 0: its own KV capacity
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    queue: QueueSettings = QueueSettings()
+    weights: WeightDefaults = WeightDefaults()
+    preempt: PreemptSettings = PreemptSettings()
+    policy: PolicySettings = PolicySettings()
+    budget: BudgetSettings = field(default_factory=BudgetSettings)
+    executor: ExecutorSettings = ExecutorSettings()
+    delivery: DeliverySettings = DeliverySettings()
+    index: IndexSettings = IndexSettings()

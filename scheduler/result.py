@@ -1,0 +1,104 @@
+"""What an attempt brought back and what a rollout's consumer receives.
+
+Invariants
+- `token_bytes` of a result is the concatenation of its pieces, each exactly as an engine reported it.
+- Spans cover all tokens of the result, in order, without gaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rolloutd.scheduler.refusal import Refusal
+from rolloutd.scheduler.states import Outcome, RolloutClass, TaskType
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one attempt generated (a slice): ids uint32 LE, log-probs float32 LE aligned with them or empty.
+
+    version_spans: (engine's weight version, start, end) over this piece's tokens.
+    """
+
+    token_bytes: bytes
+    finish_reason: str  # "stop" | "length" | "abort"
+    logprob_bytes: bytes = b""
+    top_logprobs: tuple[tuple[tuple[float, int], ...], ...] = ()
+    matched_stop: int | str | None = None
+    text: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prompt_token_bytes: bytes = b""
+    prompt_logprob_bytes: bytes = b""
+    version_spans: tuple[tuple[str, int, int], ...] = ()
+    extras: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens [start, end) of a result and who wrote them."""
+
+    policy_version: int
+    engine_version: str
+    start: int
+    end: int
+    engine_id: str
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutResult:
+    """How a rollout ended, with everything it produced. Times are in seconds since acceptance."""
+
+    run_id: str
+    rollout_id: str
+    group_id: str
+    sample_index: int
+    session_id: str
+    turn: int
+    step: int | None
+    rollout_class: RolloutClass
+    task_type: TaskType
+    stratum: str
+    outcome: Outcome
+    error: Refusal | None
+    token_bytes: bytes
+    logprob_bytes: bytes
+    top_logprobs: tuple[tuple[tuple[float, int], ...], ...]
+    text: str
+    prompt_token_bytes: bytes
+    prompt_logprob_bytes: bytes
+    finish_reason: str
+    matched_stop: int | str | None
+    spans: tuple[Span, ...]
+    engine_id: str
+    batch_id: int
+    attempts: int
+    preemptions: int
+    prompt_tokens: int
+    cached_tokens: int  # of the first attempt that got a token: what the engine's cache saved
+    predicted_cached_tokens: int  # what the index believed at that dispatch
+    generated_tokens: int
+    queued_seconds: float  # all waiting, over all attempts
+    first_token_seconds: float  # from acceptance; 0 when none came
+    running_seconds: float  # slot time, over all attempts
+    total_seconds: float
+    prompt_hash: str
+    complete: bool
+    clipped: bool
+    extras: Mapping[str, Any]
+
+    @property
+    def size_bytes(self) -> int:
+        """What keeping this result costs, for the bound on undelivered results."""
+        return (
+            512
+            + len(self.token_bytes)
+            + len(self.logprob_bytes)
+            + len(self.prompt_token_bytes)
+            + len(self.prompt_logprob_bytes)
+            + 16 * sum(len(row) for row in self.top_logprobs)
+            + len(self.text)
+        )

@@ -1,0 +1,184 @@
+"""The closed vocabularies of the core: classes, task types, rollout states and their moves, outcomes.
+
+Invariants
+- A move between states that is not in `MOVES` is a bug and raises with the rollout's story.
+- FINISHED has no exits: a rollout ends once.
+- Every `Outcome` has a row in `OUTCOMES`: the gRPC code a caller sees, the metric label, and whether the engine is to blame.
+
+What this module does not know: protobuf enums (the server translates) and what makes a rollout move.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+
+class RolloutClass(enum.IntEnum):
+    """How much the training step depends on a rollout; a smaller number goes first."""
+
+    CRITICAL = 0
+    REUSABLE = 1
+    BACKGROUND = 2
+
+
+class TaskType(enum.IntEnum):
+    """What is asked of the engine. REWARD and STATE_QUERY are short work; REPLAY generates nothing."""
+
+    GENERATION = 0
+    REWARD = 1
+    STATE_QUERY = 2
+    REPLAY = 3
+
+
+SHORT_TASKS = frozenset({TaskType.REWARD, TaskType.STATE_QUERY})
+
+
+class Origin(enum.IntEnum):
+    """Where the data comes from, as tagged by the trainer."""
+
+    CURRENT_POLICY = 0
+    REPLAY = 1
+    EXPLORATION = 2
+    EVALUATION = 3
+
+
+class OnPreempt(enum.IntEnum):
+    """What a rollout allows when its slot is wanted for something else."""
+
+    KEEP_PARTIAL = 0  # keep tokens, resume later from prompt + partial
+    RESTART = 1  # drop tokens, start again from the prompt
+    NEVER = 2  # other work may not take its slot; only a shrinking budget may, last of all, and tokens are kept
+
+
+class TrainerState(enum.IntEnum):
+    """What the trainer says it is doing."""
+
+    UNKNOWN = 0
+    TRAINING = 1
+    WAITING = 2
+    SYNCING = 3
+    PAUSED = 4
+
+
+class RolloutState(enum.IntEnum):
+    """Where a rollout is. Cancelling running work is a state (ABORTING), not a deletion."""
+
+    QUEUED = 0  # waits here for room; includes entries held for a prefix or a leader
+    DISPATCHED = 1  # sent to an engine, no token yet
+    RUNNING = 2  # first token seen
+    ABORTING = 3  # the engine was asked to stop; the slot stays booked until it did
+    FINISHED = 4
+
+
+MOVES: dict[RolloutState, frozenset[RolloutState]] = {
+    RolloutState.QUEUED: frozenset({RolloutState.DISPATCHED, RolloutState.FINISHED}),
+    RolloutState.DISPATCHED: frozenset(
+        {RolloutState.RUNNING, RolloutState.ABORTING, RolloutState.QUEUED, RolloutState.FINISHED}
+    ),
+    RolloutState.RUNNING: frozenset({RolloutState.ABORTING, RolloutState.QUEUED, RolloutState.FINISHED}),
+    RolloutState.ABORTING: frozenset({RolloutState.QUEUED, RolloutState.FINISHED}),
+    RolloutState.FINISHED: frozenset(),
+}
+
+
+class Code(enum.IntEnum):
+    """The canonical gRPC status codes the core speaks of (numbers of google.rpc.Code)."""
+
+    OK = 0
+    CANCELLED = 1
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    ALREADY_EXISTS = 6
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    ABORTED = 10
+    INTERNAL = 13
+    UNAVAILABLE = 14
+
+
+class Outcome(enum.IntEnum):
+    """How an accepted rollout ended. Closed: a new way to end is a new member and a new row."""
+
+    COMPLETED = 0
+    CANCELLED = 1
+    DEADLINE_EXCEEDED = 2
+    QUEUE_TIMEOUT = 3
+    NO_ENGINE = 4
+    ENGINE_REFUSED = 5
+    ENGINE_FAILED = 6
+    RUN_ENDED = 7
+    SHUTDOWN = 8
+    INTERNAL = 9
+
+
+class OutcomeRow(NamedTuple):
+    """What an outcome means outside the core."""
+
+    code: Code
+    label: str
+    engines_fault: bool
+
+
+OUTCOMES: dict[Outcome, OutcomeRow] = {
+    Outcome.COMPLETED: OutcomeRow(Code.OK, "completed", False),
+    Outcome.CANCELLED: OutcomeRow(Code.CANCELLED, "cancelled", False),
+    Outcome.DEADLINE_EXCEEDED: OutcomeRow(Code.DEADLINE_EXCEEDED, "deadline_exceeded", False),
+    Outcome.QUEUE_TIMEOUT: OutcomeRow(Code.UNAVAILABLE, "queue_timeout", False),
+    Outcome.NO_ENGINE: OutcomeRow(Code.UNAVAILABLE, "no_engine", False),
+    Outcome.ENGINE_REFUSED: OutcomeRow(Code.INVALID_ARGUMENT, "engine_refused", False),
+    Outcome.ENGINE_FAILED: OutcomeRow(Code.UNAVAILABLE, "engine_failed", True),
+    Outcome.RUN_ENDED: OutcomeRow(Code.CANCELLED, "run_ended", False),
+    Outcome.SHUTDOWN: OutcomeRow(Code.UNAVAILABLE, "shutdown", False),
+    Outcome.INTERNAL: OutcomeRow(Code.INTERNAL, "internal", False),
+}
+
+
+class FaultKind(enum.IntEnum):
+    """Why an attempt failed: bad request, busy and broken are three different things (property P7)."""
+
+    REFUSED = 0
+    BUSY = 1
+    BROKEN = 2
+    SILENT = 3
+
+
+class AbortReason(enum.IntEnum):
+    """Why an attempt was asked to stop; decides what happens to its rollout afterwards."""
+
+    CANCEL = 0
+    PREEMPT = 1
+    BUDGET = 2
+    DEADLINE = 3
+    NO_PROGRESS = 4
+    RUN_ENDED = 5
+    SHUTDOWN = 6
+
+
+class Gate(enum.IntEnum):
+    """Why work may not start now. The first gate that closes is the one a decision names."""
+
+    OPEN = 0
+    RUN_PAUSED = 1
+    TRAINER_SYNCING = 2
+    UNDELIVERED = 3  # the trainer has not acknowledged enough of its results
+    CEILING_ROLLOUTS = 4
+    CEILING_KV = 5
+    CLASS_CEILING = 6
+    TASK_CEILING = 7
+    CLASS_SHARE = 8
+    TASK_SHARE = 9
+    FLOOR_OWED = 10  # the room is owed to a class, task type or run below its floor
+    NO_ENGINE = 11
+    ENGINE_SLOTS = 12
+    ENGINE_KV = 13
+    ENGINE_KV_CEILING = 14
+    SHORT_RESERVED = 15
+    PRESSURE = 16
+    CRITICAL_TAIL = 17
+    HELD_FOR_LEADER = 18
+    HELD_FOR_PREFIX = 19
+    RESERVED_FOR_LARGE = 20
+    SHUTTING_DOWN = 21
+    BATCH_LIMIT = 22  # the run's batch is full; the next pass goes on

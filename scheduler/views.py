@@ -1,0 +1,168 @@
+"""What the core shows of itself: frozen snapshots for RPC answers, metrics and people.
+
+What this module does not know: how the core keeps these things. Times are seconds on the core's clock unless named otherwise.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rolloutd.scheduler.result import RolloutResult
+from rolloutd.scheduler.spec import Budget, RunSettings
+from rolloutd.scheduler.states import Gate, RolloutClass, RolloutState, TaskType, TrainerState
+
+
+class Phase(enum.IntEnum):
+    COLD_START = 0
+    STABLE = 1
+
+
+class DecisionKind(enum.IntEnum):
+    DISPATCHED = 0
+    HELD = 1
+    PREEMPTED = 2
+    INTERRUPTED = 3  # by a budget that shrank
+    RETRIED = 4
+    PROMOTED = 5
+    REFUSED = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One engine that was considered, with the value of each score term (already in [0,1], before weights)."""
+
+    engine_id: str
+    hit_tokens: int
+    terms: Mapping[str, float]
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Why a rollout went to an engine, or was held or interrupted."""
+
+    at_seconds: float
+    kind: DecisionKind
+    run_id: str
+    rollout_id: str
+    batch_id: int
+    engine_id: str
+    gate: Gate
+    candidates: tuple[Candidate, ...]
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoryEntry:
+    at_seconds: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    queued: int
+    running: int
+    finished: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    run_id: str
+    paused: bool
+    ended: bool
+    epoch: int
+    step: int
+    trainer_state: TrainerState
+    phase: Phase
+    phase_blend: float  # 0 is COLD_START, 1 is STABLE, between is the ramp
+    settings: RunSettings
+    classes: Mapping[RolloutClass, Counts]
+    tasks: Mapping[TaskType, Counts]
+    budget: Budget
+    budget_is_default: bool
+    budget_lease_remaining_seconds: float  # 0: no lease
+    running_rollouts: int
+    kv_claimed_tokens: int
+    demand_tokens_per_second: float
+    supply_tokens_per_second: float
+    desired_engines: int
+    undelivered_bytes: int
+    undelivered_results: int
+    valid_samples: int  # acknowledged as used
+    finished_samples: int
+    diversity_distance: float  # total variation between consumed strata and the target mix
+    strata_coverage: float
+    distinct_outputs: float  # share of distinct outputs among recent results
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutView:
+    run_id: str
+    rollout_id: str
+    group_id: str
+    state: RolloutState
+    rollout_class: RolloutClass
+    task_type: TaskType
+    stratum: str
+    consumer_id: str
+    engine_id: str
+    attempts: int
+    preemptions: int
+    prompt_tokens: int
+    generated_tokens: int
+    waited_seconds: float
+    gate: Gate  # why it is not running, where that is known
+    result: RolloutResult | None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    engine_id: str
+    incarnation: str
+    pool: str
+    run_id: str
+    labels: Mapping[str, str]
+    state: str  # "ready" | "not_ready" | "lost" | "draining" | "broken"
+    slots: int
+    in_flight: int
+    kv_capacity_tokens: int
+    kv_claimed_tokens: int
+    kv_used_tokens: int  # as the engine reported
+    kv_used_peak_tokens: int
+    page_tokens: int
+    context_tokens: int
+    vocabulary_size: int
+    engine_version: str
+    breaker_open: bool
+    faults: int
+    last_error: str
+    predicted_cached_tokens: int  # sums over finished attempts
+    cached_tokens: int
+    prompt_tokens: int
+    generated_tokens: int
+    prefill_tokens_per_second: float
+    decode_seconds_per_token: float  # of one sequence at the batch it ran in
+    ghosts: int  # running there beyond what we dispatched, in the last report
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Process-wide counters and gauges for the metrics endpoint."""
+
+    queued: Mapping[tuple[RolloutClass, TaskType], int]
+    held: int
+    running: int
+    attempts: int
+    index_bytes: int
+    index_nodes: int
+    index_pages: int
+    undelivered_bytes: int
+    undelivered_results: int
+    dispatched_total: int
+    preempted_total: int
+    retried_total: int
+    batches_total: int
+    gates: Mapping[Gate, int] = field(default_factory=dict)  # how often each gate closed
