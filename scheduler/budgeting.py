@@ -60,6 +60,7 @@ def lease_expired(world: World, run: Run) -> None:
 
 def _apply(world: World, run: Run, budget: Budget, notice: NoticeKind, message: str) -> None:
     run.ledger.budget = budget
+    run.reserved_for = None  # it may fit now, or never
     world.dirty = True
     world.notify(run, notice, message)
     enforce(world, run)

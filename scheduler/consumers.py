@@ -62,6 +62,7 @@ def attach(world: World, run: Run, event: AttachConsumer) -> Refusal | None:
                 world.end_stream(run, other.consumer_id, fence(run, other.epoch))
     consumer.epoch = event.epoch
     consumer.attached = True
+    consumer.cursor = max(consumer.cursor, event.cursor)  # a server that restarted goes on where its consumer is
     consumer.closing = False
     for cursor in consumer.through(event.cursor):
         _forget(world, run, consumer, cursor)

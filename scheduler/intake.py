@@ -195,9 +195,10 @@ def _check_vocabulary(spec: RolloutSpec, engines: list[Engine]) -> Refusal | Non
             return invalid(
                 "prompt", f"token id {int(ids[where])} at position {where} is outside the vocabulary of {vocabulary}"
             )
-    for token in spec.sampling.get("stop_token_ids", ()):
-        if not 0 <= token < vocabulary:
-            return invalid("sampling.stop_token_ids", f"token id {token} is outside the vocabulary of {vocabulary}")
+    for name in ("stop_token_ids", "logit_bias"):
+        for token in spec.sampling.get(name, ()):
+            if not 0 <= int(token) < vocabulary:
+                return invalid(f"sampling.{name}", f"token id {token} is outside the vocabulary of {vocabulary}")
     return None
 
 

@@ -45,7 +45,7 @@ def enqueue(world: World, rollout: Rollout) -> None:
 
 def requeue(world: World, rollout: Rollout, why: str, *, keep: bool = True) -> None:
     """Back to the queue after an attempt; without `keep` the tokens written so far are dropped."""
-    if not keep or rollout.on_preempt is OnPreempt.RESTART:
+    if not keep or rollout.on_preempt is OnPreempt.RESTART or not rollout.resumable:
         rollout.pieces.clear()
         rollout.pieces_by.clear()
     if rollout.spec.text is not None and rollout.pieces and not rollout.pieces[0].prompt_token_bytes:

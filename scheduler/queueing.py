@@ -80,10 +80,17 @@ def take(world: World, rollout: Rollout) -> Entry:
         del run.entries[entry.key]
         world.timers.cancel(entry.hold_timer)
         entry.hold_timer = None
-        for engine in world.engines.values():
-            if engine.reserved_for is entry:
-                engine.reserved_for = None
+        release_reservations(world, entry)
     return entry
+
+
+def release_reservations(world: World, entry: Entry) -> None:
+    """The entry no longer waits for room that was kept for it."""
+    if entry.run.reserved_for is entry:
+        entry.run.reserved_for = None
+    for engine in world.engines.values():
+        if engine.reserved_for is entry:
+            engine.reserved_for = None
 
 
 def full_prompt(rollout: Rollout) -> tuple[bytes, str | None]:
