@@ -6,7 +6,7 @@ Invariants
 - Servers listen on free loopback ports, start side by side, and die with the pytest process, however it ends.
 - `ROLLOUTD_SKIP_SGLANG=1` skips the tests that need them and says so; nothing else does.
 
-A conftest makes them a fixture with a line: `return shared_servers(request.config, 2)`.
+A conftest makes them a session-scoped fixture with one line: `return shared_servers(request, 2)`. Several may do so.
 """
 
 from __future__ import annotations
@@ -138,19 +138,16 @@ def _stop_shared() -> None:
         server.log.unlink(missing_ok=True)
 
 
-def skip_if_unwanted() -> None:
-    """Skip the calling test or fixture, with the reason, when the variable says so."""
+def shared_servers(request: pytest.FixtureRequest, count: int) -> list[SGLangServer]:
+    """The first `count` servers of this pytest run, ready; starts those that do not run yet, all at once.
+
+    `request` is a session-scoped, unparametrised fixture's: they stop when it ends.
+    """
     if os.environ.get(SKIP_VARIABLE) == "1":
         pytest.skip(f"needs a real SGLang server, and {SKIP_VARIABLE}=1 is set")
-
-
-def shared_servers(config: pytest.Config, count: int) -> list[SGLangServer]:
-    """The first `count` servers of this pytest run, ready; starts those that do not run yet, all at once."""
-    skip_if_unwanted()
     missing = count - len(_shared)
     if missing > 0:
-        if not _shared:
-            config.add_cleanup(_stop_shared)
+        request.addfinalizer(_stop_shared)
         folder = environment()
         _shared.extend(start_server(folder) for _ in range(missing))
         wait_ready(_shared)

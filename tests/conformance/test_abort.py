@@ -7,12 +7,10 @@ import uuid
 
 import numpy as np
 import pytest
-from support import Running, greedy, ids, load_shows, run
 
 from rolloutd.engines.base import EngineFault, EngineInfo, FaultKind
 from rolloutd.engines.sglang import SGLangEngine
-
-pytestmark = pytest.mark.asyncio
+from tests.conformance.support import Running, greedy, ids, load_shows, run
 
 LONG = 3000  # tokens that no test waits for
 

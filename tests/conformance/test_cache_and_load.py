@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
-import pytest
-from support import Running, gather, greedy, ids, load_shows, run
 
 from rolloutd.engines.base import EngineInfo
 from rolloutd.engines.sglang import SGLangEngine
-
-pytestmark = pytest.mark.asyncio
+from tests.conformance.support import Running, gather, greedy, ids, load_shows, run
 
 # Whole pages of a 240-token prompt that can be reused: at least one token is always computed, pages hold 16.
 REUSABLE = 224
@@ -41,9 +38,9 @@ async def test_siblings_together_do_not_share_but_do_after_the_leader(
     siblings = [greedy(prompt, 8) for _ in range(6)]
     answers = await gather(door, siblings)
     await blocker.task
-    assert [answer.cached_tokens for answer in answers].count(0) >= 5, (
-        "equal prompts of one prefill batch share nothing"
-    )
+    # One that arrives before the long prompt may go alone and one behind it may come too late; sharing would leave one 0.
+    cached = [answer.cached_tokens for answer in answers]
+    assert cached.count(0) >= 3, f"equal prompts of one prefill batch share nothing, but they had {cached}"
 
     other = ids(prompts, 240)
     leader = Running(door, greedy(other, 60))

@@ -6,12 +6,10 @@ import asyncio
 
 import numpy as np
 import pytest
-from support import LOGPROB_TOLERANCE, ask, gather, greedy, ids, run, same_tokens
 
 from rolloutd.engines.base import EngineFault, EngineInfo, FaultKind, Progress
 from rolloutd.engines.sglang import SGLangEngine
-
-pytestmark = pytest.mark.asyncio
+from tests.conformance.support import LOGPROB_TOLERANCE, ask, gather, greedy, ids, run, same_tokens
 
 
 async def test_register_states_the_engine(door: SGLangEngine, info: EngineInfo, engine_url: str) -> None:
