@@ -81,10 +81,13 @@ class Outbox:
                     self._room.clear()
         self._wake.set()
 
-    def finish(self, error: Refusal | None = None) -> None:
-        """End the stream after what is queued (`error` None), or with an error after it. The first end wins."""
+    def finish(self, error: Refusal | None = None, *, drop_queued: bool = False) -> None:
+        """End the stream, with an error or cleanly, after what is queued unless that is dropped. The first end wins."""
         if self.end is None:
             self.end = StreamEnd(error)
+            if drop_queued:
+                self._entries.clear()
+                self._progress.clear()
             self._room.set()
             self._wake.set()
 
