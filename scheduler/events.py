@@ -99,7 +99,7 @@ class CancelRollouts:
     run_id: str
     rollout_ids: tuple[str, ...] = ()
     group_ids: tuple[str, ...] = ()
-    epoch: int = 0
+    epoch: int | None = None  # None: not a trainer's call, not fenced
 
 
 @dataclass(frozen=True, slots=True)

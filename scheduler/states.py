@@ -181,3 +181,4 @@ class Gate(enum.IntEnum):
     HELD_FOR_PREFIX = 19
     RESERVED_FOR_LARGE = 20
     SHUTTING_DOWN = 21
+    BATCH_LIMIT = 22  # the run's batch is full; the next pass goes on

@@ -107,7 +107,7 @@ class ClassQuota(_message.Message):
     """Most rollouts on engines at a time. Absent: no ceiling of its own. 0: none may run."""
     share: _builtins.float
     """Share of the budget this class is given when others want it too, in [0, 1]; the shares of all classes sum to at
-    most 1. Absent: what the scheduler derives from demand. Unused capacity is lent.
+    most 1. Absent or 0: no share of its own. Unused capacity is lent.
     """
     floor_rollouts: _builtins.int
     """Rollouts it may always have running, whatever other classes want. 0: none guaranteed. The floors of all classes fit
@@ -152,7 +152,7 @@ class TaskQuota(_message.Message):
     """Most rollouts on engines at a time. Absent: no ceiling of its own. 0: none may run."""
     share: _builtins.float
     """Share of the budget this task type is given when others want it too, in [0, 1]; the shares of all task types sum to
-    at most 1. Absent: what the scheduler derives from demand. Unused capacity is lent.
+    at most 1. Absent or 0: no share of its own. Unused capacity is lent.
     """
     floor_rollouts: _builtins.int
     """Rollouts it may always have running, whatever other task types want. 0: none guaranteed. The floors of all task

@@ -32,13 +32,13 @@ class _DecisionKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Decision
     DECISION_KIND_HELD: _DecisionKind.ValueType  # 2
     """Considered and not sent; gate says why."""
     DECISION_KIND_PREEMPTED: _DecisionKind.ValueType  # 3
-    """Stopped to make room for more urgent work."""
+    """Stopped to make room for more urgent work, or because the budget shrank; message says which."""
     DECISION_KIND_RETRIED: _DecisionKind.ValueType  # 4
     """Sent back to the queue after an engine failed its attempt."""
     DECISION_KIND_PROMOTED: _DecisionKind.ValueType  # 5
     """Raised to a higher class, by its step or by an update."""
-    DECISION_KIND_ENDED: _DecisionKind.ValueType  # 6
-    """Ended without an engine: cancelled, expired or refused."""
+    DECISION_KIND_REFUSED: _DecisionKind.ValueType  # 6
+    """Refused before any engine saw it."""
 
 class DecisionKind(_DecisionKind, metaclass=_DecisionKindEnumTypeWrapper):
     """What was decided about a rollout."""
@@ -50,13 +50,13 @@ DECISION_KIND_DISPATCHED: DecisionKind.ValueType  # 1
 DECISION_KIND_HELD: DecisionKind.ValueType  # 2
 """Considered and not sent; gate says why."""
 DECISION_KIND_PREEMPTED: DecisionKind.ValueType  # 3
-"""Stopped to make room for more urgent work."""
+"""Stopped to make room for more urgent work, or because the budget shrank; message says which."""
 DECISION_KIND_RETRIED: DecisionKind.ValueType  # 4
 """Sent back to the queue after an engine failed its attempt."""
 DECISION_KIND_PROMOTED: DecisionKind.ValueType  # 5
 """Raised to a higher class, by its step or by an update."""
-DECISION_KIND_ENDED: DecisionKind.ValueType  # 6
-"""Ended without an engine: cancelled, expired or refused."""
+DECISION_KIND_REFUSED: DecisionKind.ValueType  # 6
+"""Refused before any engine saw it."""
 Global___DecisionKind: _TypeAlias = DecisionKind  # noqa: Y015
 
 @_typing.final

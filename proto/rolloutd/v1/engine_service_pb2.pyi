@@ -68,8 +68,6 @@ class _BreakerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_BreakerS
     """Work goes through."""
     BREAKER_STATE_OPEN: _BreakerState.ValueType  # 2
     """Nothing goes through, after too many transport faults."""
-    BREAKER_STATE_HALF_OPEN: _BreakerState.ValueType  # 3
-    """One rollout at a time goes through, as a probe."""
 
 class BreakerState(_BreakerState, metaclass=_BreakerStateEnumTypeWrapper):
     """Whether the circuit breaker of an engine lets work through. Output only."""
@@ -80,8 +78,6 @@ BREAKER_STATE_CLOSED: BreakerState.ValueType  # 1
 """Work goes through."""
 BREAKER_STATE_OPEN: BreakerState.ValueType  # 2
 """Nothing goes through, after too many transport faults."""
-BREAKER_STATE_HALF_OPEN: BreakerState.ValueType  # 3
-"""One rollout at a time goes through, as a probe."""
 Global___BreakerState: _TypeAlias = BreakerState  # noqa: Y015
 
 @_typing.final

@@ -35,7 +35,7 @@ class Error(_message.Message):
     code: _builtins.int
     """Canonical code (google.rpc.Code). Never 0: an error that is present is an error."""
     reason: _builtins.str
-    """Machine-readable cause in UPPER_SNAKE_CASE, never empty: INVALID_FIELD, QUEUE_FULL, BUDGET_TOO_SMALL, NO_ENGINE,
+    """Machine-readable cause in UPPER_SNAKE_CASE, never empty: INVALID_ARGUMENT, QUEUE_FULL, BUDGET_TOO_SMALL, NO_ENGINE,
     QUEUE_TIMEOUT, DEADLINE_EXCEEDED, CANCELLED, ENGINE_REFUSED, ENGINE_FAILED, ALREADY_EXISTS, NOT_FOUND, FENCED,
     RUN_ENDED, SHUTDOWN, INTERNAL. More may be added: treat an unknown reason by its code.
     """

@@ -45,7 +45,7 @@ class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.Value
     OUTCOME_ENGINE_FAILED: _Outcome.ValueType  # 7
     """Engines failed it max_attempts times (UNAVAILABLE)."""
     OUTCOME_RUN_ENDED: _Outcome.ValueType  # 8
-    """Its run was ended (ABORTED)."""
+    """Its run was ended (CANCELLED)."""
     OUTCOME_SHUTDOWN: _Outcome.ValueType  # 9
     """The service shut down before it could finish (UNAVAILABLE)."""
     OUTCOME_INTERNAL: _Outcome.ValueType  # 10
@@ -71,7 +71,7 @@ OUTCOME_ENGINE_REFUSED: Outcome.ValueType  # 6
 OUTCOME_ENGINE_FAILED: Outcome.ValueType  # 7
 """Engines failed it max_attempts times (UNAVAILABLE)."""
 OUTCOME_RUN_ENDED: Outcome.ValueType  # 8
-"""Its run was ended (ABORTED)."""
+"""Its run was ended (CANCELLED)."""
 OUTCOME_SHUTDOWN: Outcome.ValueType  # 9
 """The service shut down before it could finish (UNAVAILABLE)."""
 OUTCOME_INTERNAL: Outcome.ValueType  # 10
@@ -189,9 +189,7 @@ class Times(_message.Message):
     RUNNING_SECONDS_FIELD_NUMBER: _builtins.int
     TOTAL_SECONDS_FIELD_NUMBER: _builtins.int
     queued_seconds: _builtins.float
-    """From acceptance to first dispatch. 0 also when it was never dispatched; then equal to total_seconds is what it
-    waited.
-    """
+    """Waiting for a place, over all attempts. 0: never waited."""
     first_token_seconds: _builtins.float
     """From acceptance to the first token. 0: no token came."""
     running_seconds: _builtins.float
@@ -306,7 +304,7 @@ class RolloutResult(_message.Message):
     prompt_tokens: _builtins.int
     """Prompt length. 0: a text prompt that nobody tokenised."""
     cached_tokens: _builtins.int
-    """Prompt tokens served from the engine's prefix cache in the first attempt."""
+    """Prompt tokens served from the engine's prefix cache in the first attempt that produced a token."""
     generated_tokens: _builtins.int
     """Length of token_bytes in tokens."""
     clipped: _builtins.bool

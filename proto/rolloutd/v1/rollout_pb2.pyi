@@ -125,7 +125,7 @@ class _OnPreemptEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OnPreempt.V
     ON_PREEMPT_RESTART: _OnPreempt.ValueType  # 2
     """Stop it, drop its tokens, start again later from the prompt."""
     ON_PREEMPT_NEVER: _OnPreempt.ValueType  # 3
-    """Never preempt it."""
+    """Never stop it for other work. Only a shrinking budget may, last of all, and its tokens are kept."""
 
 class OnPreempt(_OnPreempt, metaclass=_OnPreemptEnumTypeWrapper):
     """What may happen to a running rollout when more urgent work needs its place."""
@@ -137,7 +137,7 @@ ON_PREEMPT_KEEP_PARTIAL: OnPreempt.ValueType  # 1
 ON_PREEMPT_RESTART: OnPreempt.ValueType  # 2
 """Stop it, drop its tokens, start again later from the prompt."""
 ON_PREEMPT_NEVER: OnPreempt.ValueType  # 3
-"""Never preempt it."""
+"""Never stop it for other work. Only a shrinking budget may, last of all, and its tokens are kept."""
 Global___OnPreempt: _TypeAlias = OnPreempt  # noqa: Y015
 
 class _RolloutState:

@@ -90,24 +90,14 @@ class _NoticeKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_NoticeKind
     """Never sent."""
     NOTICE_KIND_NO_CAPACITY: _NoticeKind.ValueType  # 1
     """Work is waiting and no engine can take any, for `seconds` so far. Repeated while it lasts."""
-    NOTICE_KIND_CAPACITY_RESTORED: _NoticeKind.ValueType  # 2
-    """Engines take work again, after `seconds` without."""
     NOTICE_KIND_BUDGET_CHANGED: _NoticeKind.ValueType  # 3
     """The budget in force changed; complete within `seconds`."""
     NOTICE_KIND_BUDGET_LEASE_EXPIRED: _NoticeKind.ValueType  # 4
     """The lease of the budget ran out: the configured default is in force."""
     NOTICE_KIND_DRAINING: _NoticeKind.ValueType  # 5
     """The server is draining and stops within `seconds`; new submissions are refused."""
-    NOTICE_KIND_REPLACED: _NoticeKind.ValueType  # 6
-    """Another stream took this consumer over; this one ends now."""
-    NOTICE_KIND_RUN_PAUSED: _NoticeKind.ValueType  # 7
-    """The run was paused: nothing new starts."""
-    NOTICE_KIND_RUN_RESUMED: _NoticeKind.ValueType  # 8
-    """The run was resumed."""
-    NOTICE_KIND_UNDELIVERED_LIMIT: _NoticeKind.ValueType  # 9
-    """Undelivered results reached their bound (bytes or age): nothing more of this run starts, or the oldest were
-    dropped; see message.
-    """
+    NOTICE_KIND_RESULTS_EXPIRED: _NoticeKind.ValueType  # 9
+    """Results that nobody acknowledged were dropped because they had been kept for too long; message says how many."""
 
 class NoticeKind(_NoticeKind, metaclass=_NoticeKindEnumTypeWrapper):
     """Kind of notice."""
@@ -116,24 +106,14 @@ NOTICE_KIND_UNSPECIFIED: NoticeKind.ValueType  # 0
 """Never sent."""
 NOTICE_KIND_NO_CAPACITY: NoticeKind.ValueType  # 1
 """Work is waiting and no engine can take any, for `seconds` so far. Repeated while it lasts."""
-NOTICE_KIND_CAPACITY_RESTORED: NoticeKind.ValueType  # 2
-"""Engines take work again, after `seconds` without."""
 NOTICE_KIND_BUDGET_CHANGED: NoticeKind.ValueType  # 3
 """The budget in force changed; complete within `seconds`."""
 NOTICE_KIND_BUDGET_LEASE_EXPIRED: NoticeKind.ValueType  # 4
 """The lease of the budget ran out: the configured default is in force."""
 NOTICE_KIND_DRAINING: NoticeKind.ValueType  # 5
 """The server is draining and stops within `seconds`; new submissions are refused."""
-NOTICE_KIND_REPLACED: NoticeKind.ValueType  # 6
-"""Another stream took this consumer over; this one ends now."""
-NOTICE_KIND_RUN_PAUSED: NoticeKind.ValueType  # 7
-"""The run was paused: nothing new starts."""
-NOTICE_KIND_RUN_RESUMED: NoticeKind.ValueType  # 8
-"""The run was resumed."""
-NOTICE_KIND_UNDELIVERED_LIMIT: NoticeKind.ValueType  # 9
-"""Undelivered results reached their bound (bytes or age): nothing more of this run starts, or the oldest were
-dropped; see message.
-"""
+NOTICE_KIND_RESULTS_EXPIRED: NoticeKind.ValueType  # 9
+"""Results that nobody acknowledged were dropped because they had been kept for too long; message says how many."""
 Global___NoticeKind: _TypeAlias = NoticeKind  # noqa: Y015
 
 @_typing.final
@@ -212,8 +192,8 @@ class Hello(_message.Message):
     the lowest.
     """
     resume_cursor: _builtins.int
-    """Cursor of the last durable event this consumer has seen; later ones are sent again. 0: everything not acknowledged.
-    An event up to the cursor is not sent again but stays until it is acknowledged.
+    """Cursor of the last durable event this consumer has dealt with: later ones are sent again, it and those before it
+    count as acknowledged. 0: everything not acknowledged is sent again.
     """
     @_builtins.property
     def take_over_consumer_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -167,15 +167,17 @@ class RunConfig(_message.Message):
     MAX_UNDELIVERED_BYTES_FIELD_NUMBER: _builtins.int
     UNDELIVERED_TTL_SECONDS_FIELD_NUMBER: _builtins.int
     fairness_weight: _builtins.float
-    """Share of a shared pool against other runs, above 0. Absent: 1. A run of weight 2 gets twice the tokens of a run of
-    weight 1.
+    """Share of a shared pool against other runs, above 0. Absent: unchanged, 1 in a new run. A run of weight 2 gets twice
+    the tokens of a run of weight 1.
     """
     floor_rollouts: _builtins.int
-    """Running rollouts this run may always have in each pool, whatever other runs want. Absent: 0, none guaranteed."""
+    """Running rollouts this run may always have in each pool, whatever other runs want. Absent: unchanged, 0 in a new
+    run. 0: none guaranteed.
+    """
     on_disconnect: Global___OnDisconnect.ValueType
     """Unspecified: unchanged; a new run keeps."""
     disconnect_grace_seconds: _builtins.float
-    """How long a consumer may be gone before ON_DISCONNECT_CANCEL acts. Absent: 30. 0: at once."""
+    """How long a consumer may be gone before ON_DISCONNECT_CANCEL acts. Absent: unchanged, 0 in a new run. 0: at once."""
     max_undelivered_bytes: _builtins.int
     """Bytes of results kept for acknowledgement; at the bound nothing new of the run starts. Absent: the server's
     configuration. 0 is refused.
@@ -397,7 +399,6 @@ class RunState(_message.Message):
     DIVERSITY_SCORE_FIELD_NUMBER: _builtins.int
     CONNECTED_CONSUMERS_FIELD_NUMBER: _builtins.int
     USED_RESULTS_FIELD_NUMBER: _builtins.int
-    DROPPED_RESULTS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     status: Global___RunStatus.ValueType
@@ -432,8 +433,6 @@ class RunState(_message.Message):
     """Consumers with a stream."""
     used_results: _builtins.int
     """Results acknowledged as used."""
-    dropped_results: _builtins.int
-    """Results acknowledged as dropped."""
     @_builtins.property
     def classes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassState]:
         """Work per class, one entry for each that has had any."""
@@ -468,11 +467,10 @@ class RunState(_message.Message):
         diversity_score: _builtins.float | None = ...,
         connected_consumers: _builtins.int = ...,
         used_results: _builtins.int = ...,
-        dropped_results: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_diversity_score", b"_diversity_score", "_step", b"_step", "budget", b"budget", "diversity_score", b"diversity_score", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_diversity_score", b"_diversity_score", "_step", b"_step", "budget", b"budget", "classes", b"classes", "connected_consumers", b"connected_consumers", "demand_tokens_per_second", b"demand_tokens_per_second", "desired_engines", b"desired_engines", "diversity_score", b"diversity_score", "dropped_results", b"dropped_results", "kv_tokens_committed", b"kv_tokens_committed", "phase", b"phase", "policy_version", b"policy_version", "run_id", b"run_id", "status", b"status", "step", b"step", "supply_tokens_per_second", b"supply_tokens_per_second", "tasks", b"tasks", "trainer_epoch", b"trainer_epoch", "trainer_state", b"trainer_state", "undelivered_bytes", b"undelivered_bytes", "undelivered_results", b"undelivered_results", "used_results", b"used_results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_diversity_score", b"_diversity_score", "_step", b"_step", "budget", b"budget", "classes", b"classes", "connected_consumers", b"connected_consumers", "demand_tokens_per_second", b"demand_tokens_per_second", "desired_engines", b"desired_engines", "diversity_score", b"diversity_score", "kv_tokens_committed", b"kv_tokens_committed", "phase", b"phase", "policy_version", b"policy_version", "run_id", b"run_id", "status", b"status", "step", b"step", "supply_tokens_per_second", b"supply_tokens_per_second", "tasks", b"tasks", "trainer_epoch", b"trainer_epoch", "trainer_state", b"trainer_state", "undelivered_bytes", b"undelivered_bytes", "undelivered_results", b"undelivered_results", "used_results", b"used_results"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__diversity_score: _TypeAlias = _typing.Literal["diversity_score"]  # noqa: Y015
     _WhichOneofArgType__diversity_score: _TypeAlias = _typing.Literal["_diversity_score", b"_diversity_score"]  # noqa: Y015

@@ -1,0 +1,101 @@
+# Every target prepares what it needs first; `make` alone lists them.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+MAKEFLAGS += --no-print-directory
+
+VENV := .venv
+BIN := $(VENV)/bin
+PYTHON := $(BIN)/python
+STAMP := $(VENV)/.installed
+# mypy and import-linter do not follow the hooks of an editable install, so they read the same packages through links.
+LINKS := $(VENV)/links
+# What `make run` drives: sim or sglang.
+ENGINE ?= sim
+# Git revision whose contract must still be understood; empty while nothing has been released.
+AGAINST ?= $(shell git describe --tags --match 'v[0-9]*' --abbrev=0 2>/dev/null)
+
+define FIND_PYTHON
+for candidate in "$${ROLLOUTD_PYTHON:-}" python3 python3.13 python3.12 python3.11; do \
+    if [ -n "$$candidate" ] && "$$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then \
+        command -v "$$candidate"; exit 0; \
+    elif [ -n "$${ROLLOUTD_PYTHON:-}" ]; then \
+        echo "ROLLOUTD_PYTHON=$$ROLLOUTD_PYTHON is not a Python 3.11 to 3.13." >&2; exit 1; \
+    fi; \
+done; \
+echo "No Python 3.11 to 3.13 found. Install one, or name it: make ROLLOUTD_PYTHON=/path/to/python3.12 ..." >&2; exit 1
+endef
+export FIND_PYTHON
+
+define LINK_PACKAGES
+import os, pathlib, shutil, sys, tomllib
+links = pathlib.Path(sys.argv[1])
+shutil.rmtree(links, ignore_errors=True)
+packages = tomllib.loads(pathlib.Path("pyproject.toml").read_text())["tool"]["setuptools"]["package-dir"]
+for package, folder in packages.items():
+    link = links / package.replace(".", "/")
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(os.path.relpath(folder, link.parent), target_is_directory=True)
+endef
+export LINK_PACKAGES
+
+.PHONY: help
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-15s %s\n", $$1, $$2 }'
+
+.PHONY: setup
+setup: $(STAMP) ## create .venv with everything needed (once; ROLLOUTD_PYTHON chooses the interpreter)
+
+$(STAMP): requirements.lock pyproject.toml Makefile
+	@python="$$(bash -c "$$FIND_PYTHON")"; \
+	if ! $(PYTHON) -m pip --version >/dev/null 2>&1; then \
+	    echo "Setting up $(VENV) with $$("$$python" -V), which takes about a minute."; \
+	    "$$python" -m venv --clear $(VENV) >/dev/null 2>&1 \
+	        || { "$$python" -m venv --clear --without-pip $(VENV) && "$$python" -m pip -qq --python $(PYTHON) install pip; }; \
+	fi
+	@$(PYTHON) -m pip install -qq --disable-pip-version-check -r requirements.lock
+	@$(PYTHON) -m pip install -qq --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@$(PYTHON) -c "$$LINK_PACKAGES" $(LINKS)
+	@touch $@
+
+.PHONY: run
+run: $(STAMP) ## a three-step GRPO loop on simulated engines; ENGINE=sglang: on two real SGLang CPU servers
+	@$(BIN)/rolloutd demo --engine $(ENGINE)
+
+.PHONY: test
+test: lint ## every check and test (ROLLOUTD_SKIP_SGLANG=1 leaves out the real engine)
+	@$(PYTHON) -m pytest
+
+.PHONY: lint
+lint: $(STAMP) ## style, types, layering, contract
+	@echo "ruff";          $(PYTHON) -m ruff check -q . && $(PYTHON) -m ruff format -q --check .
+	@echo "mypy";          MYPYPATH=$(LINKS) $(PYTHON) -m mypy -p rolloutd
+	@echo "import-linter"; PYTHONPATH=$(LINKS) $(PYTHON) $(BIN)/lint-imports --no-logo
+	@echo "buf";           $(BIN)/buf lint && $(BIN)/buf format --diff --exit-code
+	@$(MAKE) check-breaking check-stubs
+
+.PHONY: format
+format: $(STAMP) ## put sources into the shape that lint asks for
+	@$(PYTHON) -m ruff check -q --fix . ; $(PYTHON) -m ruff format -q . ; $(BIN)/buf format -w
+
+.PHONY: stubs
+stubs: $(STAMP) ## regenerate the Python stubs from the .proto files
+	@$(PYTHON) proto/generate.py
+
+.PHONY: check-stubs
+check-stubs: $(STAMP) ## fail when a stub is not current
+	@$(PYTHON) proto/generate.py --check
+
+.PHONY: check-breaking
+check-breaking: $(STAMP) ## fail when the contract breaks clients of the last release (AGAINST=revision)
+	@if [ -n "$(AGAINST)" ]; then \
+	    git archive --format=tar "$(AGAINST)" proto buf.yaml | $(BIN)/buf breaking --against '-#format=tar'; \
+	else \
+	    echo "buf breaking: no release yet to compare the contract with"; \
+	fi
+
+.PHONY: clean
+clean: ## remove the environment, caches and build output
+	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,113 @@
+"""The best prefix hit a set of prompts allows: one cache that holds everything and never forgets.
+
+Invariants
+- Hits are whole pages, and at least the last prompt token is always computed: a prompt of P tokens can have at most
+  floor((P - 1) / page) pages served from cache (SGLang matches up to the last token but one, then cuts to whole pages).
+- Only earlier prompts serve later ones; generated tokens and hits across policy versions are not counted.
+
+What this module does not know: cache sizes, eviction, engines, placement.
+
+Pages are told apart by a 64-bit hash of the whole prefix up to their end, not by their tokens: with n distinct pages
+the chance of one false match is about n^2 / 2^65 (3e-8 for a million). The tests hold it against a twin without hashes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from rolloutd.bench.workload import TOKEN_BYTES
+
+# Increment and multipliers of the SplitMix64 generator (Steele, Lea, Flood 2014).
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
+_MIX_2 = np.uint64(0x94D049BB133111EB)
+
+
+def group_hit_ceiling(prompt_tokens: int, samples: int, page_size_tokens: int, engines_used: int = 1) -> float:
+    """Share of a group's prompt tokens that can be cached when its siblings share nothing with other groups.
+
+    (1 - r/G) * floor((P - 1) / page) * page / P, WORKLOADS D.3 with the last token computed: for P = 240, page 16,
+    G = 8 that is 7/8 * 224/240. `engines_used` is r, the engines over which the group is split. In [0, 1).
+    """
+    _check_page(page_size_tokens)
+    if prompt_tokens < 1:
+        raise ValueError(f"prompt_tokens is {prompt_tokens}; a prompt has at least 1 token")
+    if not 1 <= engines_used <= samples:
+        raise ValueError(f"engines_used is {engines_used}; a group of {samples} uses between 1 and {samples} engines")
+    cacheable_tokens = (prompt_tokens - 1) // page_size_tokens * page_size_tokens
+    return (1.0 - engines_used / samples) * cacheable_tokens / prompt_tokens
+
+
+def groups_hit_ceiling(prompt_tokens: Sequence[int], samples: int, page_size_tokens: int) -> float:
+    """`group_hit_ceiling` of many groups of one size, each on one engine, weighted by prompt tokens."""
+    if not prompt_tokens:
+        raise ValueError("no group given: a ceiling needs at least one prompt")
+    cached = sum(tokens * group_hit_ceiling(tokens, samples, page_size_tokens) for tokens in prompt_tokens)
+    return cached / sum(prompt_tokens)
+
+
+def cacheable_prefix_tokens(prompts: Sequence[bytes], page_size_tokens: int) -> npt.NDArray[np.int64]:
+    """For each prompt, in arrival order, the tokens that an infinite cache of the earlier ones would serve; shape (n,).
+
+    prompts: token ids as uint32 little-endian bytes. Repeats of a prompt cost almost nothing. Raises ValueError for an
+    empty prompt and for one that is not whole tokens.
+    """
+    _check_page(page_size_tokens)
+    cached = np.zeros(len(prompts), dtype=np.int64)
+    whole: set[bytes] = set()
+    pages: set[int] = set()
+    for position, prompt in enumerate(prompts):
+        tokens, rest = divmod(len(prompt), TOKEN_BYTES)
+        if rest or not tokens:
+            raise ValueError(
+                f"prompt {position} has {len(prompt)} bytes; it needs one or more whole tokens of {TOKEN_BYTES} bytes"
+            )
+        servable_pages = (tokens - 1) // page_size_tokens
+        if prompt in whole:
+            cached[position] = servable_pages * page_size_tokens
+            continue
+        whole.add(prompt)
+        ends = _prefix_hashes(prompt, page_size_tokens)
+        held = _held_pages(ends, pages)
+        pages.update(ends[held:])
+        cached[position] = min(held, servable_pages) * page_size_tokens
+    return cached
+
+
+def prefix_hit_ceiling(prompts: Sequence[bytes], page_size_tokens: int) -> float:
+    """Cacheable share of all prompt tokens, in [0, 1). Raises ValueError when there is no prompt."""
+    if not prompts:
+        raise ValueError("no prompt given: a ceiling needs at least one")
+    cached_tokens = int(cacheable_prefix_tokens(prompts, page_size_tokens).sum())
+    return cached_tokens / (sum(map(len, prompts)) // TOKEN_BYTES)
+
+
+def _held_pages(ends: list[int], pages: set[int]) -> int:
+    """How many leading pages are in `pages`. A held page implies all before it, so bisection is exact."""
+    low, high = 0, len(ends)
+    while low < high:
+        middle = (low + high) // 2
+        if ends[middle] in pages:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def _prefix_hashes(prompt: bytes, page_size_tokens: int) -> list[int]:
+    """One hash per whole page: of everything from the prompt's start to that page's end."""
+    tokens = np.frombuffer(prompt, dtype="<u4").astype(np.uint64)
+    # Mix (position, id) to 64 bits and sum: the sum up to a page's end depends on every id and where it stands.
+    mixed = (np.arange(1, len(tokens) + 1, dtype=np.uint64) << np.uint64(32) | tokens) * _STEP
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_1
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_2
+    mixed ^= mixed >> np.uint64(31)
+    ends: list[int] = np.cumsum(mixed)[page_size_tokens - 1 :: page_size_tokens].tolist()
+    return ends
+
+
+def _check_page(page_size_tokens: int) -> None:
+    if page_size_tokens < 1:
+        raise ValueError(f"page_size_tokens is {page_size_tokens}; a page has at least 1 token")

@@ -1,0 +1,230 @@
+"""What engines report about attempts, and what becomes of their rollouts.
+
+Invariants
+- An attempt ends once; reports about attempts that are gone are ignored.
+- "Bad request" ends the rollout, "busy" sends it back without a mark, "broken" and "silent" mark the engine, exclude it for
+  this rollout and cost one of its attempts (property P7).
+- Tokens that arrived before a fault or an interruption are kept, unless the rollout wants to restart.
+
+What this module does not know: where the rollout goes next.
+"""
+
+from __future__ import annotations
+
+from rolloutd.scheduler import budgeting, lifecycle, queueing
+from rolloutd.scheduler.actions import Progressed
+from rolloutd.scheduler.entry import Entry
+from rolloutd.scheduler.events import AttemptEnded, AttemptFailed, AttemptProgress
+from rolloutd.scheduler.refusal import Refusal
+from rolloutd.scheduler.result import Piece
+from rolloutd.scheduler.rollout import Attempt, Rollout
+from rolloutd.scheduler.spec import TOKEN_BYTES
+from rolloutd.scheduler.states import AbortReason, Code, FaultKind, Gate, OnPreempt, Outcome, RolloutState
+from rolloutd.scheduler.views import DecisionKind
+from rolloutd.scheduler.world import World
+
+RETRY_AFTER_SECONDS = 5.0
+
+
+def progress(world: World, event: AttemptProgress) -> None:
+    attempt = world.attempts.get(event.attempt_id)
+    if attempt is None or event.generated_tokens <= attempt.generated_tokens:
+        return
+    rollout = attempt.rollout
+    now = world.now
+    if attempt.first_token_at is None:
+        _first_token(world, attempt, event.prompt_tokens, event.cached_tokens)
+    rollout.run.supply.add(event.generated_tokens - attempt.generated_tokens, now)
+    attempt.generated_tokens = event.generated_tokens
+    attempt.progress_at = now
+    _grow_claim(world, attempt)
+    entry = _waiting_siblings(rollout)
+    if entry is not None:
+        queueing.note_running(world, entry, rollout.kept_tokens + event.generated_tokens)
+    if rollout.spec.want_progress:
+        run = rollout.run
+        total = rollout.kept_tokens + event.generated_tokens
+        world.deliver(run, rollout.consumer_id, 0, Progressed(rollout.rollout_id, total, attempt.engine.engine_id))
+
+
+def ended(world: World, event: AttemptEnded) -> None:
+    """The engine finished an attempt: by itself, or because it was asked to stop."""
+    attempt = world.attempts.get(event.attempt_id)
+    if attempt is None:
+        return
+    rollout = attempt.rollout
+    piece = event.piece
+    engine = attempt.engine
+    tokens = len(piece.token_bytes) // TOKEN_BYTES
+    if attempt.first_token_at is None and (tokens or piece.prompt_logprob_bytes):
+        _first_token(world, attempt, piece.prompt_tokens, piece.cached_tokens)
+    rollout.run.supply.add(max(0, tokens - attempt.generated_tokens), world.now)
+    reason = attempt.abort_reason
+    if reason is not AbortReason.NO_PROGRESS:
+        engine.note_success()
+    _learn_speed(world, attempt, tokens)
+    if attempt.first_token_at is not None:
+        world.index.insert(world.namespace(rollout.run), attempt.token_bytes + piece.token_bytes, engine.cache_key)
+    _wake_followers(world, attempt)
+    lifecycle.close_attempt(world, attempt, piece)
+    if piece.finish_reason == "abort" and rollout.remaining_tokens > 0:
+        _interrupted(world, rollout, attempt, reason)
+    elif reason in (AbortReason.CANCEL, AbortReason.RUN_ENDED, AbortReason.DEADLINE):
+        _interrupted(world, rollout, attempt, reason)  # it finished in the same moment; the caller's word stands
+    else:
+        _count_engine(attempt, piece)
+        lifecycle.finish(world, rollout, Outcome.COMPLETED)
+
+
+def failed(world: World, event: AttemptFailed) -> None:
+    attempt = world.attempts.get(event.attempt_id)
+    if attempt is None:
+        return
+    rollout = attempt.rollout
+    engine = attempt.engine
+    settings = world.config.executor
+    reason = attempt.abort_reason
+    _wake_followers(world, attempt)
+    lifecycle.close_attempt(world, attempt, event.partial)
+    if event.fault in (FaultKind.BROKEN, FaultKind.SILENT):
+        engine.note_fault(world.now, event.message, settings)
+        rollout.excluded.add(engine.engine_id)
+        if engine.breaker_until > world.now:
+            world.record("warning", "engine_breaker_open", engine=engine.engine_id, faults=engine.faults, error=event.message)
+    elif event.fault is FaultKind.BUSY:
+        engine.busy_until = world.now + settings.busy_seconds
+        engine.probing = False
+    else:
+        engine.probing = False
+    if reason is not None and reason is not AbortReason.NO_PROGRESS:
+        _interrupted(world, rollout, attempt, reason)
+    elif event.fault is FaultKind.REFUSED:
+        error = Refusal(Code.INVALID_ARGUMENT, "ENGINE_REFUSED", f"engine {engine.engine_id} refused it: {event.message}")
+        lifecycle.finish(world, rollout, Outcome.ENGINE_REFUSED, error)
+    elif event.fault is FaultKind.BUSY:
+        _retry(world, rollout, f"engine {engine.engine_id} is busy: {event.message}")
+    else:
+        _fault(world, rollout, f"engine {engine.engine_id} failed: {event.message}")
+
+
+def abort_overdue(world: World, rollout: Rollout) -> None:
+    """An engine did not end an attempt after its abort: stop believing in it."""
+    attempt = rollout.attempt
+    if attempt is None:
+        return
+    engine = attempt.engine
+    message = f"abort of attempt {attempt.number} unanswered for {world.config.executor.abort_seconds} s"
+    failed(world, AttemptFailed(attempt.attempt_id, FaultKind.SILENT, message))
+    world.record("warning", "abort_unanswered", engine=engine.engine_id, rollout=rollout.rollout_id)
+
+
+def _first_token(world: World, attempt: Attempt, prompt_tokens: int, cached_tokens: int) -> None:
+    """The prompt is computed and cached: credit it, correct the index, release who waited for it."""
+    rollout = attempt.rollout
+    run = rollout.run
+    engine = attempt.engine
+    attempt.first_token_at = world.now
+    attempt.cached_tokens = cached_tokens
+    if rollout.first_token_at is None:
+        rollout.first_token_at = world.now
+    if rollout.state is RolloutState.DISPATCHED:
+        rollout.move(RolloutState.RUNNING, world.now, f"first token from {engine.engine_id}")
+    engine.predicted_cached_tokens += attempt.predicted_tokens
+    engine.cached_tokens += cached_tokens
+    engine.prompt_tokens += prompt_tokens
+    if attempt.token_bytes:
+        namespace = world.namespace(run)
+        if cached_tokens + engine.facts.page_tokens <= attempt.predicted_tokens:
+            world.index.forget(namespace, attempt.token_bytes, engine.cache_key, cached_tokens)
+        world.index.insert(namespace, attempt.token_bytes, engine.cache_key)
+    for entry in world.computing.end(attempt.stems):
+        entry.hits_at = -1.0
+        queueing.wake(world, entry)
+    attempt.stems = ()
+    _wake_followers(world, attempt)
+
+
+def _wake_followers(world: World, attempt: Attempt) -> None:
+    """Siblings held for this attempt may go."""
+    entry = _waiting_siblings(attempt.rollout)
+    if entry is not None and entry.leader_id == attempt.attempt_id:
+        entry.hits_at = -1.0
+        queueing.wake(world, entry)
+
+
+def _waiting_siblings(rollout: Rollout) -> Entry | None:
+    """The entry this rollout was dispatched from, while others still wait there."""
+    siblings = rollout.siblings
+    return siblings if siblings is not None and siblings.members else None
+
+
+def _grow_claim(world: World, attempt: Attempt) -> None:
+    """Book more KV before the attempt outgrows what it booked."""
+    settings = world.config.budget
+    sent = len(attempt.token_bytes) // TOKEN_BYTES
+    most = sent + attempt.rollout.remaining_tokens
+    page = attempt.engine.facts.page_tokens
+    if sent + attempt.generated_tokens + settings.headroom_tokens <= attempt.permit.kv_tokens:
+        return
+    wanted = min(most, sent + attempt.generated_tokens + settings.growth_tokens)
+    wanted = -(-wanted // page) * page
+    if wanted > attempt.permit.kv_tokens:
+        attempt.permit.grow(wanted - attempt.permit.kv_tokens)
+        run = attempt.rollout.run
+        if budgeting.kv_exceeded(run, attempt.engine):
+            budgeting.enforce(world, run)
+
+
+def _learn_speed(world: World, attempt: Attempt, tokens: int) -> None:
+    if attempt.first_token_at is not None and tokens >= 8:
+        attempt.engine.note_decode((world.now - attempt.first_token_at) / tokens)
+
+
+def _count_engine(attempt: Attempt, piece: Piece) -> None:
+    attempt.engine.generated_tokens += len(piece.token_bytes) // TOKEN_BYTES
+
+
+def _interrupted(world: World, rollout: Rollout, attempt: Attempt, reason: AbortReason | None) -> None:
+    """An attempt stopped before its rollout was done."""
+    if reason is AbortReason.CANCEL:
+        lifecycle.finish(world, rollout, Outcome.CANCELLED)
+    elif reason is AbortReason.RUN_ENDED:
+        lifecycle.finish(world, rollout, Outcome.RUN_ENDED)
+    elif reason is AbortReason.SHUTDOWN:
+        lifecycle.finish(world, rollout, Outcome.SHUTDOWN)
+    elif reason is AbortReason.DEADLINE:
+        lifecycle.finish(world, rollout, Outcome.DEADLINE_EXCEEDED)
+    elif reason is AbortReason.NO_PROGRESS:
+        attempt.engine.note_fault(world.now, "no progress", world.config.executor)
+        rollout.excluded.add(attempt.engine.engine_id)
+        _fault(world, rollout, f"engine {attempt.engine.engine_id} made no progress")
+    elif reason in (AbortReason.PREEMPT, AbortReason.BUDGET):
+        rollout.preemptions += 1
+        lifecycle.requeue(world, rollout, f"interrupted ({reason.name.lower()})", keep=True)
+    else:
+        _fault(world, rollout, f"engine {attempt.engine.engine_id} aborted it by itself")
+
+
+def _fault(world: World, rollout: Rollout, message: str) -> None:
+    """One of the rollout's attempts is spent; retry elsewhere while some are left."""
+    rollout.faults += 1
+    limit = rollout.spec.max_attempts or rollout.run.settings.max_attempts or world.config.executor.max_attempts
+    if rollout.faults >= limit:
+        error = Refusal(
+            Code.UNAVAILABLE,
+            "ENGINE_FAILED",
+            f"{rollout.faults} of {limit} attempts failed; last: {message}",
+            retry_after_seconds=RETRY_AFTER_SECONDS,
+        )
+        lifecycle.finish(world, rollout, Outcome.ENGINE_FAILED, error)
+    else:
+        _retry(world, rollout, message)
+
+
+def _retry(world: World, rollout: Rollout, message: str) -> None:
+    world.retried_total += 1
+    world.decide(DecisionKind.RETRIED, rollout, message, gate=Gate.OPEN)
+    if world.shutting_down:
+        lifecycle.finish(world, rollout, Outcome.SHUTDOWN)
+        return
+    lifecycle.requeue(world, rollout, message, keep=rollout.on_preempt is not OnPreempt.RESTART)

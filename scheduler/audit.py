@@ -1,0 +1,149 @@
+"""The integrity check of the core: every counter derived again from the items it counts.
+
+Raises AssertionError naming what is off. Costs a walk over everything; for tests and for a debugging flag.
+"""
+
+from __future__ import annotations
+
+from rolloutd.scheduler.actions import Finished
+from rolloutd.scheduler.engine import Engine
+from rolloutd.scheduler.ledger import NO_QUOTA
+from rolloutd.scheduler.run import Run
+from rolloutd.scheduler.states import SHORT_TASKS, RolloutClass, RolloutState, TaskType
+from rolloutd.scheduler.world import World
+
+
+def check(world: World) -> None:
+    world.index.check()
+    for engine in world.engines.values():
+        _check_engine(engine)
+    for run in world.runs.values():
+        _check_run(world, run)
+    for attempt in world.attempts.values():
+        _same("attempt of its rollout", attempt.rollout.attempt, attempt)
+        _same("attempt on its engine", attempt.engine.attempts.get(attempt.attempt_id), attempt)
+        assert not attempt.permit.released, f"live attempt {attempt.attempt_id} with a released permit"
+    stems = sum(1 for attempt in world.attempts.values() if attempt.stems)
+    assert stems or not len(world.computing), "prefixes are marked as being computed although nobody computes"
+
+
+def _check_engine(engine: Engine) -> None:
+    name = engine.engine_id
+    permits = [attempt.permit for attempt in engine.attempts.values()]
+    _same(f"{name} slots", engine.slots_used, len(permits))
+    _same(f"{name} kv", engine.kv_claimed_tokens, sum(permit.kv_tokens for permit in permits))
+    _same(f"{name} short", engine.short_used, sum(permit.task_type in SHORT_TASKS for permit in permits))
+    critical = sum(
+        permit.rollout_class is RolloutClass.CRITICAL and permit.task_type not in SHORT_TASKS for permit in permits
+    )
+    _same(f"{name} critical", engine.critical_used, critical)
+    assert engine.slots_used <= engine.facts.slots, f"{name} holds {engine.slots_used} of {engine.facts.slots} slots"
+    by_run: dict[str, int] = {}
+    for permit in permits:
+        by_run[permit.run_id] = by_run.get(permit.run_id, 0) + permit.kv_tokens
+    _same(f"{name} kv by run", engine.kv_by_run, by_run)
+
+
+def _check_run(world: World, run: Run) -> None:
+    name = run.run_id
+    ledger = run.ledger
+    permits = [attempt.permit for attempt in world.attempts.values() if attempt.rollout.run is run]
+    _same(f"{name} running", ledger.running, len(permits))
+    _same(f"{name} kv", ledger.kv_tokens, sum(permit.kv_tokens for permit in permits))
+    queued = [rollout for rollout in run.rollouts.values() if rollout.state is RolloutState.QUEUED]
+    for one in RolloutClass:
+        _same(f"{name} {one.name} running", ledger.class_running[one], sum(p.rollout_class is one for p in permits))
+        _same(f"{name} {one.name} queued", ledger.class_queued[one], sum(r.rollout_class is one for r in queued))
+        size = sum(len(r.entry.token_bytes) for r in queued if r.rollout_class is one and r.entry is not None)
+        _same(f"{name} {one.name} queued bytes", run.queued_bytes[one], size)
+    for task in TaskType:
+        _same(f"{name} {task.name} running", ledger.task_running[task], sum(p.task_type is task for p in permits))
+        _same(f"{name} {task.name} queued", ledger.task_queued[task], sum(r.task_type is task for r in queued))
+    _same(f"{name} unfinished", run.unfinished, sum(r.state is not RolloutState.FINISHED for r in run.rollouts.values()))
+    _check_entries(run)
+    _check_rollouts(run)
+    _check_delivery(run)
+
+
+def _check_entries(run: Run) -> None:
+    for key, entry in run.entries.items():
+        assert entry.members, f"entry {key} is empty"
+        _same("entry key", entry.key, key)
+        assert entry.backlog is not None, f"entry {key} is in no backlog"
+        for rollout in entry.members:
+            _same(f"{rollout.rollout_id} entry", rollout.entry, entry)
+            _same(f"{rollout.rollout_id} class", rollout.rollout_class, entry.rollout_class)
+    for (pool, rollout_class, short), backlog in run.backlogs.items():
+        mine = [
+            entry
+            for entry in run.entries.values()
+            if entry.pool == pool and entry.rollout_class is rollout_class and entry.short is short
+        ]
+        _same(f"backlog {pool}/{rollout_class.name} count", backlog.count, len(mine))
+        _same(f"backlog {pool}/{rollout_class.name} held", backlog.held, sum(entry.held for entry in mine))
+        _same(f"backlog {pool}/{rollout_class.name} ready", backlog.ready, sum(not entry.held for entry in mine))
+
+
+def _check_rollouts(run: Run) -> None:
+    for rollout in run.rollouts.values():
+        what = f"{rollout.rollout_id} ({rollout.state.name}; story: {rollout.tell()})"
+        live = rollout.state in (RolloutState.DISPATCHED, RolloutState.RUNNING, RolloutState.ABORTING)
+        assert live == (rollout.attempt is not None), f"{what}: attempt does not fit its state"
+        assert (rollout.state is RolloutState.QUEUED) == (rollout.entry is not None), f"{what}: entry does not fit its state"
+        assert (rollout.state is RolloutState.FINISHED) == (rollout.result is not None), f"{what}: result does not fit its state"
+        assert rollout.state is RolloutState.FINISHED or rollout.timer is not None, f"{what}: nothing would ever wake it"
+        assert len(rollout.pieces) == len(rollout.pieces_by), f"{what}: pieces without an engine"
+    waiting = {
+        rollout.rollout_id
+        for rollout in run.rollouts.values()
+        if rollout.needed_by_step is not None
+        and rollout.rollout_class is not RolloutClass.CRITICAL
+        and rollout.state is not RolloutState.FINISHED
+    }
+    _same(f"{run.run_id} by step", set().union(*run.by_step.values()) if run.by_step else set(), waiting)
+
+
+def _check_delivery(run: Run) -> None:
+    results = 0
+    size = 0
+    for consumer in run.consumers.values():
+        own = [r for r in run.rollouts.values() if r.consumer_id == consumer.consumer_id]
+        unfinished = sum(r.state is not RolloutState.FINISHED for r in own)
+        _same(f"{consumer.consumer_id} unfinished", consumer.unfinished, unfinished)
+        _same(f"{consumer.consumer_id} bytes", consumer.size_bytes, sum(kept.size_bytes for kept in consumer.kept.values()))
+        finished = [k.event.result.rollout_id for k in consumer.kept.values() if isinstance(k.event, Finished)]
+        assert len(finished) == len(set(finished)), f"{consumer.consumer_id} keeps a result twice"
+        for rollout_id in finished:
+            assert rollout_id in run.rollouts, f"kept result {rollout_id} without its rollout"
+        results += len(finished)
+        size += consumer.size_bytes
+    _same(f"{run.run_id} undelivered bytes", run.undelivered_bytes, size)
+    _same(f"{run.run_id} undelivered results", run.undelivered_results, results)
+
+
+def check_ceilings(world: World) -> None:
+    """No run's live work (what is not on its way out) exceeds a ceiling of its budget; KV allows for one growth step."""
+    for run in world.runs.values():
+        budget = run.ledger.budget
+        live = [
+            attempt.permit
+            for attempt in world.attempts.values()
+            if attempt.rollout.run is run and attempt.rollout.state is not RolloutState.ABORTING
+        ]
+        if budget.max_rollouts is not None:
+            assert len(live) <= budget.max_rollouts, f"{run.run_id}: {len(live)} run, {budget.max_rollouts} may"
+        if budget.max_kv_tokens is not None:
+            kv_tokens = sum(permit.kv_tokens for permit in live)
+            assert kv_tokens <= budget.max_kv_tokens, f"{run.run_id}: {kv_tokens} KV tokens, {budget.max_kv_tokens} may"
+        for one in RolloutClass:
+            limit = budget.classes.get(one, NO_QUOTA).max_rollouts
+            if limit is not None:
+                assert sum(permit.rollout_class is one for permit in live) <= limit, f"{run.run_id}: {one.name} over its ceiling"
+        for task in TaskType:
+            limit = budget.tasks.get(task, NO_QUOTA).max_rollouts
+            if limit is not None:
+                assert sum(permit.task_type is task for permit in live) <= limit, f"{run.run_id}: {task.name} over its ceiling"
+
+
+def _same(what: str, counted: object, derived: object) -> None:
+    assert counted == derived, f"{what}: counted {counted!r}, derived {derived!r}"

@@ -1,0 +1,156 @@
+"""What time brings: timers that fall due, housekeeping, shutdown.
+
+Invariants
+- Every rollout has at most one live timer; when it fires, whatever is due for its state is done and the next is armed.
+- Housekeeping work per call is bounded by what is kept, and runs every `HOUSEKEEPING_SECONDS`.
+
+What this module does not know: the wall clock.
+"""
+
+from __future__ import annotations
+
+from rolloutd.scheduler import attempts, budgeting, consumers, lifecycle, queueing
+from rolloutd.scheduler.actions import NoticeKind
+from rolloutd.scheduler.refusal import Refusal
+from rolloutd.scheduler.rollout import Rollout
+from rolloutd.scheduler.run import Run
+from rolloutd.scheduler.states import AbortReason, Code, Outcome, RolloutState
+from rolloutd.scheduler.timers import TimerKind
+from rolloutd.scheduler.world import World
+
+HOUSEKEEPING_SECONDS = 1.0
+SWEEP_NODES = 512  # index nodes per housekeeping: well under a millisecond
+RETRY_AFTER_SECONDS = 5.0
+
+
+def fire_due(world: World) -> None:
+    while True:
+        due = world.timers.pop_due(world.now)
+        if due is None:
+            return
+        kind, subject = due
+        match kind:
+            case TimerKind.ROLLOUT:
+                _rollout_due(world, subject)
+            case TimerKind.HOLD:
+                subject.hold_timer = None
+                queueing.wake(world, subject)
+            case TimerKind.LEASE:
+                budgeting.lease_expired(world, subject)
+            case TimerKind.DISCONNECT:
+                consumers.abandon(world, *subject)
+            case TimerKind.SHUTDOWN:
+                _abort_all(world)
+            case TimerKind.HOUSEKEEPING:
+                _housekeeping(world)
+            case TimerKind.ENGINE:
+                world.dirty = True
+
+
+def begin_shutdown(world: World, grace_seconds: float) -> None:
+    """Nothing new; what is queued ends now, what runs may finish within the grace."""
+    if world.shutting_down:
+        return
+    world.shutting_down = True
+    for run in world.runs.values():
+        world.notify(run, NoticeKind.DRAINING, f"the server is shutting down within {grace_seconds:.0f} s", grace_seconds)
+        for rollout in list(run.rollouts.values()):
+            if rollout.state is RolloutState.QUEUED:
+                lifecycle.finish(world, rollout, Outcome.SHUTDOWN)
+    world.timers.add(world.now + grace_seconds, TimerKind.SHUTDOWN, True)
+
+
+def end_drained_streams(world: World) -> None:
+    for run in world.runs.values():
+        for consumer in list(run.consumers.values()):
+            if consumer.closing:
+                consumers.end_if_drained(world, run, consumer)
+
+
+def _rollout_due(world: World, rollout: Rollout) -> None:
+    rollout.timer = None
+    now = world.now
+    attempt = rollout.attempt
+    state = rollout.state
+    if state is RolloutState.FINISHED:
+        return
+    if state is RolloutState.ABORTING:
+        attempts.abort_overdue(world, rollout)
+    elif rollout.deadline_at is not None and now >= rollout.deadline_at:
+        if attempt is None:
+            lifecycle.finish(world, rollout, Outcome.DEADLINE_EXCEEDED)
+        else:
+            lifecycle.abort(world, rollout, AbortReason.DEADLINE, "its deadline passed")
+    elif state is RolloutState.QUEUED and now >= rollout.ttl_at:
+        _ttl_passed(world, rollout)
+    elif attempt is not None and now >= attempt.progress_at + lifecycle.progress_timeout(world, rollout):
+        lifecycle.abort(world, rollout, AbortReason.NO_PROGRESS, "no progress within its limit")
+    else:
+        lifecycle.arm_timer(world, rollout)
+
+
+def _ttl_passed(world: World, rollout: Rollout) -> None:
+    """Waited too long: for room, or for an engine that is not there."""
+    run = rollout.run
+    spec = rollout.spec
+    engines = world.pool_engines(run, spec.pool, spec.engine_labels)
+    waited = world.now - rollout.submitted_at
+    if any(not engine.lost and not engine.draining for engine in engines):
+        error = Refusal(
+            Code.UNAVAILABLE,
+            "QUEUE_TIMEOUT",
+            f"waited {waited:.1f} s for room, its queue_ttl; raise queue_ttl_seconds, the budget or the number of engines",
+            retry_after_seconds=RETRY_AFTER_SECONDS,
+        )
+        lifecycle.finish(world, rollout, Outcome.QUEUE_TIMEOUT, error)
+    else:
+        error = Refusal(
+            Code.UNAVAILABLE,
+            "NO_ENGINE",
+            f"no engine of pool {spec.pool!r} was there for {waited:.1f} s, its queue_ttl",
+            retry_after_seconds=RETRY_AFTER_SECONDS,
+        )
+        lifecycle.finish(world, rollout, Outcome.NO_ENGINE, error)
+
+
+def _abort_all(world: World) -> None:
+    """The grace is over."""
+    for attempt in list(world.attempts.values()):
+        if attempt.rollout.state is not RolloutState.ABORTING:
+            lifecycle.abort(world, attempt.rollout, AbortReason.SHUTDOWN, "the server shuts down")
+
+
+def _housekeeping(world: World) -> None:
+    world.timers.add(world.now + HOUSEKEEPING_SECONDS, TimerKind.HOUSEKEEPING, True)
+    world.index.sweep(SWEEP_NODES)
+    for run in list(world.runs.values()):
+        consumers.expire(world, run)
+        _watch_capacity(world, run)
+        idle = [group.group_id for group in run.groups.values() if group.unacknowledged == 0]
+        for group_id in idle:  # members all delivered, but the announced size was never reached
+            del run.groups[group_id]
+        attached = any(consumer.attached for consumer in run.consumers.values())
+        if run.ended and not run.unfinished and not run.undelivered_results and not attached:
+            del world.runs[run.run_id]
+    if any(run.ledger.queued for run in world.runs.values()):
+        world.dirty = True  # waits, engine back-offs and reservations change with time alone
+
+
+def _watch_capacity(world: World, run: Run) -> None:
+    """Tell a run that waits with nothing to run on, once a second, since when."""
+    pools = {pool for (pool, _, _), backlog in run.backlogs.items() if backlog.count}
+    missing = sorted(
+        pool
+        for pool in pools
+        if not any(
+            engine.state(world.now) == "ready" and world.serves(engine, run, pool, {}) for engine in world.engines.values()
+        )
+    )
+    if not missing:
+        run.no_capacity_since = None
+        return
+    if run.no_capacity_since is None:
+        run.no_capacity_since = world.now
+        world.record("warning", "no_capacity", run=run.run_id, pools=missing)
+    since = world.now - run.no_capacity_since
+    world.notify(run, NoticeKind.NO_CAPACITY, f"no ready engine in pool {', '.join(missing)} for {since:.0f} s", since)

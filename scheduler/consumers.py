@@ -1,0 +1,205 @@
+"""Who reads a run's results: attaching, detaching, acknowledging, expiring.
+
+Invariants
+- An older trainer epoch is fenced; a newer one fences the consumers of the older.
+- Results leave a run only by acknowledgement or by age; both free their bytes and their rollout record.
+- Undelivered results are bounded by bytes (a closed gate stops admission) and by age (the oldest expire, with a warning).
+
+What this module does not know: streams and connections.
+"""
+
+from __future__ import annotations
+
+from rolloutd.scheduler import lifecycle
+from rolloutd.scheduler.actions import Attached, Finished, NoticeKind
+from rolloutd.scheduler.events import AcknowledgeResults, AttachConsumer
+from rolloutd.scheduler.outbox import Consumer, Kept
+from rolloutd.scheduler.refusal import Refusal
+from rolloutd.scheduler.run import Run
+from rolloutd.scheduler.spec import Acknowledgement
+from rolloutd.scheduler.states import Code
+from rolloutd.scheduler.timers import TimerKind
+from rolloutd.scheduler.world import World
+
+
+def fence(run: Run, epoch: int) -> Refusal | None:
+    """Refuse callers of an older trainer epoch."""
+    if epoch >= run.epoch:
+        return None
+    return Refusal(
+        Code.ABORTED, "FENCED", f"trainer_epoch: {epoch} is older than epoch {run.epoch} of run {run.run_id!r}; this trainer was replaced"
+    )
+
+
+def ensure(world: World, run: Run, consumer_id: str, epoch: int) -> Consumer | Refusal:
+    """The consumer of this name, made on first use."""
+    consumer = run.consumers.get(consumer_id)
+    if consumer is None:
+        if len(run.consumers) >= world.config.delivery.max_consumers_per_run:
+            return Refusal(
+                Code.RESOURCE_EXHAUSTED,
+                "TOO_MANY_CONSUMERS",
+                f"consumer_id: run {run.run_id!r} has {len(run.consumers)} consumers already; reuse ids or take over old ones",
+            )
+        consumer = run.consumers[consumer_id] = Consumer(consumer_id)
+        consumer.epoch = epoch
+    return consumer
+
+
+def attach(world: World, run: Run, event: AttachConsumer) -> Refusal | None:
+    """A stream opened; what this consumer missed since its cursor is delivered again."""
+    made = ensure(world, run, event.consumer_id, event.epoch)
+    if isinstance(made, Refusal):
+        return made
+    consumer = made
+    if event.epoch > run.epoch:
+        run.epoch = event.epoch
+        for other in run.consumers.values():
+            if other.attached and other is not consumer and other.epoch < event.epoch:
+                other.attached = False
+                world.end_stream(run, other.consumer_id, fence(run, other.epoch))
+    consumer.epoch = event.epoch
+    consumer.attached = True
+    consumer.closing = False
+    for cursor in consumer.through(event.cursor):
+        _forget(world, run, consumer, cursor)
+    for name in event.take_over:
+        _take_over(world, run, consumer, name)
+    world.deliver(
+        run, consumer.consumer_id, 0, Attached(consumer.cursor, consumer.unfinished, len(consumer.kept))
+    )
+    for cursor, kept in consumer.kept.items():
+        world.deliver(run, consumer.consumer_id, cursor, kept.event)
+    return None
+
+
+def detach(world: World, run: Run, consumer_id: str) -> None:
+    consumer = run.consumers.get(consumer_id)
+    if consumer is None or not consumer.attached:
+        return
+    consumer.attached = False
+    consumer.closing = False
+    if run.settings.cancel_on_disconnect:
+        if run.settings.disconnect_grace_seconds > 0.0:
+            due = world.now + run.settings.disconnect_grace_seconds
+            world.timers.add(due, TimerKind.DISCONNECT, (run, consumer))
+        else:
+            abandon(world, run, consumer)
+    prune(run, consumer)
+
+
+def abandon(world: World, run: Run, consumer: Consumer) -> None:
+    """Cancel what a consumer that is gone had not got yet."""
+    if consumer.attached:
+        return
+    for rollout in list(run.rollouts.values()):
+        if rollout.consumer_id == consumer.consumer_id:
+            lifecycle.cancel(world, rollout)
+
+
+def close(world: World, run: Run, consumer_id: str) -> None:
+    """Half-closed: end the stream once nothing is pending."""
+    consumer = run.consumers.get(consumer_id)
+    if consumer is not None:
+        consumer.closing = True
+        end_if_drained(world, run, consumer)
+
+
+def end_if_drained(world: World, run: Run, consumer: Consumer) -> None:
+    if consumer.closing and consumer.attached and not consumer.unfinished:
+        consumer.closing = False
+        world.end_stream(run, consumer.consumer_id, None)
+
+
+def acknowledge(world: World, run: Run, consumer: Consumer, event: AcknowledgeResults) -> None:
+    """Forget acknowledged results; verdicts feed the valid count and the consumed mix."""
+    for acknowledgement in event.acknowledgements:
+        _note_verdict(run, acknowledgement)
+        cursor = consumer.by_rollout.get(acknowledgement.rollout_id)
+        if cursor is not None:
+            _forget(world, run, consumer, cursor)
+    for cursor in consumer.through(event.through_cursor):
+        _forget(world, run, consumer, cursor)
+    world.dirty = True
+
+
+def expire(world: World, run: Run) -> None:
+    """Drop results that nobody acknowledged within their time, and what is left of consumers and groups that are gone."""
+    ttl = run.settings.undelivered_ttl_seconds or world.config.delivery.undelivered_ttl_seconds
+    dropped = 0
+    for consumer in list(run.consumers.values()):
+        for cursor in consumer.older_than(world.now - ttl):
+            _forget(world, run, consumer, cursor)
+            dropped += 1
+        prune(run, consumer)
+    if dropped:
+        message = f"{dropped} results were dropped: not acknowledged within {ttl:.0f} s"
+        world.record("warning", "results_expired", run=run.run_id, count=dropped, ttl_seconds=ttl)
+        world.notify(run, NoticeKind.RESULTS_EXPIRED, message, ttl)
+
+
+def prune(run: Run, consumer: Consumer) -> None:
+    """A consumer with nothing pending that is not connected need not be remembered."""
+    if not consumer.attached and not consumer.unfinished and not consumer.kept and consumer.consumer_id.startswith("unary/"):
+        run.consumers.pop(consumer.consumer_id, None)
+
+
+def _take_over(world: World, run: Run, consumer: Consumer, name: str) -> None:
+    """Everything of another consumer becomes this one's, under new cursors."""
+    other = run.consumers.get(name)
+    if other is None or other is consumer:
+        return
+    if other.attached:
+        other.attached = False
+        world.end_stream(
+            run, name, Refusal(Code.ABORTED, "REPLACED", f"consumer {consumer.consumer_id!r} took over from {name!r}")
+        )
+    for rollout in run.rollouts.values():
+        if rollout.consumer_id == name:
+            rollout.consumer_id = consumer.consumer_id
+    consumer.unfinished += other.unfinished
+    other.unfinished = 0
+    for kept in list(other.kept.values()):
+        _move(consumer, kept)
+    for group in run.groups.values():
+        if group.consumer_id == name:
+            group.consumer_id = consumer.consumer_id
+    del run.consumers[name]
+
+
+def _move(consumer: Consumer, kept: Kept) -> None:
+    cursor = consumer.keep(kept.event, kept.at_seconds)
+    if consumer.kept[cursor].size_bytes != kept.size_bytes:
+        raise AssertionError("an event changed its size while it moved")
+
+
+def _forget(world: World, run: Run, consumer: Consumer, cursor: int) -> None:
+    """One durable event is done with: free its bytes, its rollout record and, after the last member, its group."""
+    kept = consumer.drop(cursor)
+    if kept is None:
+        return
+    run.undelivered_bytes -= kept.size_bytes
+    if not isinstance(kept.event, Finished):
+        return
+    run.undelivered_results -= 1
+    rollout_id = kept.event.result.rollout_id
+    rollout = run.rollouts.pop(rollout_id)
+    run.remember_delivered(rollout_id)
+    group = rollout.group
+    if group is None:
+        return
+    group.unacknowledged -= 1
+    if group.unacknowledged == 0 and group.notified:
+        event_cursor = consumer.by_group.get(group.group_id)
+        if event_cursor is not None:
+            _forget(world, run, consumer, event_cursor)
+        run.groups.pop(group.group_id, None)
+
+
+def _note_verdict(run: Run, acknowledgement: Acknowledgement) -> None:
+    rollout = run.rollouts.get(acknowledgement.rollout_id)
+    if rollout is None or rollout.result is None or acknowledgement.used is None:
+        return
+    if acknowledgement.used:
+        run.valid_samples += 1
+        run.mix.consumed.add(run.mix.name(rollout.spec.stratum))

@@ -1,0 +1,180 @@
+"""One engine as the core sees it: capacity, what is booked on it, its speed, its breaker.
+
+Invariants
+- `slots_used`, `short_used`, `critical_used` and `kv_claimed_tokens` are sums over the permits of `attempts`; `check()` of the
+  core re-derives them.
+- The breaker counts broken and silent attempts only. Busy and refused ones neither open nor close it (property P7).
+- Nothing is placed on an engine that is lost, not ready, draining, behind an open breaker or asked to wait.
+
+What this module does not know: rollouts' classes beyond the counters, budgets, prefixes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rolloutd.scheduler.config import ExecutorSettings
+from rolloutd.scheduler.spec import EngineFacts
+
+if TYPE_CHECKING:
+    from rolloutd.scheduler.events import EngineLoad
+    from rolloutd.scheduler.rollout import Attempt
+
+MIB = 1 << 20
+SPEED_SMOOTHING = 0.2  # weight of the newest sample in the speed averages
+MIN_SLOTS_FOR_RESERVE = 8  # an engine smaller than this keeps nothing back
+
+
+class Engine:
+    __slots__ = (
+        "attempts",
+        "breaker_until",
+        "busy_until",
+        "cached_tokens",
+        "critical_used",
+        "decode_seconds_per_token",
+        "draining",
+        "facts",
+        "faults",
+        "faults_in_a_row",
+        "generated_tokens",
+        "ghosts",
+        "kv_by_run",
+        "kv_claimed_tokens",
+        "kv_used_peak_tokens",
+        "kv_used_tokens",
+        "last_error",
+        "last_prefilled",
+        "lost",
+        "predicted_cached_tokens",
+        "prefill_tokens_per_second",
+        "probing",
+        "prompt_tokens",
+        "ready",
+        "removed",
+        "reserved_for",
+        "short_used",
+        "slots_used",
+    )
+
+    def __init__(self, facts: EngineFacts) -> None:
+        self.facts = facts
+        self.attempts: dict[str, Attempt] = {}
+        self.slots_used = 0
+        self.short_used = 0
+        self.critical_used = 0
+        self.kv_claimed_tokens = 0
+        self.kv_by_run: dict[str, int] = {}
+        self.kv_used_tokens = 0
+        self.kv_used_peak_tokens = 0
+        self.ready = True
+        self.lost = False
+        self.draining = False
+        self.removed = False
+        self.busy_until = 0.0
+        self.breaker_until = 0.0
+        self.probing = False  # the breaker lets one attempt through to see
+        self.faults_in_a_row = 0
+        self.faults = 0
+        self.last_error = ""
+        self.reserved_for: object | None = None  # an entry too large for any gap: keep this engine's room for it
+        self.prefill_tokens_per_second = 0.0  # 0: not measured yet
+        self.decode_seconds_per_token = 0.0
+        self.last_prefilled = (0, 0.0)
+        self.predicted_cached_tokens = 0
+        self.cached_tokens = 0
+        self.prompt_tokens = 0
+        self.generated_tokens = 0
+        self.ghosts = 0
+
+    @property
+    def engine_id(self) -> str:
+        return self.facts.engine_id
+
+    @property
+    def cache_key(self) -> str:
+        """The engine's name in the prefix index: its cache lives as long as its process."""
+        return f"{self.facts.engine_id}/{self.facts.incarnation}"
+
+    def state(self, now: float) -> str:
+        if self.lost:
+            return "lost"
+        if self.draining:
+            return "draining"
+        if not self.ready:
+            return "not_ready"
+        if self.breaker_until > now:
+            return "broken"
+        return "ready"
+
+    def is_open(self, now: float) -> bool:
+        """Whether anything may be placed here now."""
+        return (
+            self.ready
+            and not self.lost
+            and not self.draining
+            and self.busy_until <= now
+            and self.breaker_until <= now
+            and not (self.faults_in_a_row and self.probing)
+        )
+
+    def free_slots(self, short: bool, reserved_short: int) -> int:
+        """Slots that work of this kind may take; long work leaves `reserved_short` of them alone."""
+        free = self.facts.slots - self.slots_used
+        if short or self.facts.slots < MIN_SLOTS_FOR_RESERVE:
+            return free
+        return free - max(0, reserved_short - self.short_used)
+
+    def fill(self) -> float:
+        """How full the engine is in [0,1]: the fuller of slots and KV."""
+        slots = self.slots_used / self.facts.slots
+        kv = self.kv_claimed_tokens / self.facts.kv_capacity_tokens if self.facts.kv_capacity_tokens else 0.0
+        return min(1.0, max(slots, kv))
+
+    def tokens_per_mb(self) -> float:
+        """KV tokens in one MiB by the engine's own figures; 0 when it does not say."""
+        if not self.facts.kv_cache_bytes:
+            return 0.0
+        return self.facts.kv_capacity_tokens / (self.facts.kv_cache_bytes / MIB)
+
+    # breaker -----------------------------------------------------------------------------------------------------------
+
+    def note_fault(self, now: float, message: str, settings: ExecutorSettings) -> None:
+        """An attempt was cut, refused to connect, answered 5xx or fell silent."""
+        self.faults += 1
+        self.faults_in_a_row += 1
+        self.last_error = message
+        self.probing = False
+        if self.faults_in_a_row >= settings.breaker_faults:
+            self.breaker_until = now + settings.breaker_seconds
+
+    def note_success(self) -> None:
+        self.faults_in_a_row = 0
+        self.probing = False
+
+    def note_dispatch(self, settings: ExecutorSettings) -> None:
+        """After an open breaker ran out, the next attempt is a probe: one at a time until one succeeds."""
+        if self.faults_in_a_row >= settings.breaker_faults:
+            self.probing = True
+
+    # speeds ------------------------------------------------------------------------------------------------------------
+
+    def note_load(self, load: EngineLoad) -> None:
+        self.kv_used_tokens = load.kv_used_tokens
+        self.kv_used_peak_tokens = max(self.kv_used_peak_tokens, load.kv_used_tokens)
+        self.ghosts = max(0, load.running_rollouts + load.waiting_rollouts - len(self.attempts))
+        tokens, seconds = self.last_prefilled
+        new_tokens = load.prefilled_tokens_total - tokens
+        new_seconds = load.prefill_busy_seconds_total - seconds
+        if new_tokens < 0 or new_seconds < 0:  # the engine restarted between two reports
+            self.last_prefilled = (load.prefilled_tokens_total, load.prefill_busy_seconds_total)
+        elif new_tokens >= 256 and new_seconds > 0:  # enough for a rate
+            self.prefill_tokens_per_second = _smooth(self.prefill_tokens_per_second, new_tokens / new_seconds)
+            self.last_prefilled = (load.prefilled_tokens_total, load.prefill_busy_seconds_total)
+
+    def note_decode(self, seconds_per_token: float) -> None:
+        self.decode_seconds_per_token = _smooth(self.decode_seconds_per_token, seconds_per_token)
+
+
+def _smooth(old: float, new: float) -> float:
+    return new if old == 0.0 else old + SPEED_SMOOTHING * (new - old)

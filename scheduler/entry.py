@@ -1,0 +1,119 @@
+"""What stands in the queue: rollouts of one run, class and task that share one prompt.
+
+Invariants
+- Members are QUEUED, share `token_bytes` exactly and leave in order of arrival.
+- A rollout with kept partial tokens has a prompt of its own (prompt + partial) and so an entry of its own.
+- An entry is in a lane (may be dispatched), held (waits for a leader's first token or for a prefix), or dead (empty).
+- `sequence` changes with every insertion into the lanes, so stale heap items are recognised.
+
+What this module does not know: how entries are ordered.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from rolloutd.scheduler.spec import TOKEN_BYTES
+from rolloutd.scheduler.states import SHORT_TASKS, Gate, RolloutClass, TaskType
+
+if TYPE_CHECKING:
+    from rolloutd.scheduler.lanes import Backlog
+    from rolloutd.scheduler.rollout import Rollout
+    from rolloutd.scheduler.run import Run
+    from rolloutd.scheduler.timers import Timer
+
+
+CHARACTERS_PER_TOKEN = 3  # a cautious guess for text the engine will tokenise; only for booking
+
+
+class EntryKey(NamedTuple):
+    """Rollouts with equal keys may share an entry."""
+
+    pool: str
+    rollout_class: RolloutClass
+    task_type: TaskType
+    prompt_hash: str
+    group_id: str  # "" and `alone` set for a rollout without a group
+    alone: str
+    labels: tuple[tuple[str, str], ...]
+
+
+class Entry:
+    __slots__ = (
+        "affine",
+        "backlog",
+        "blocked_since",
+        "continuation",
+        "deadline_at",
+        "expected_tokens",
+        "held_gate",
+        "hits",
+        "hits_at",
+        "hold_timer",
+        "key",
+        "labels",
+        "leader_id",
+        "members",
+        "pool",
+        "prompt_hash",
+        "prompt_tokens",
+        "queued_at",
+        "rollout_class",
+        "run",
+        "running_tokens",
+        "sequence",
+        "short",
+        "static_key",
+        "stems",
+        "stratum",
+        "task_type",
+        "text",
+        "token_bytes",
+    )
+
+    def __init__(
+        self, run: Run, key: EntryKey, token_bytes: bytes, text: str | None, stratum: str, labels: Mapping[str, str], now: float
+    ) -> None:
+        self.run = run
+        self.key = key
+        self.pool = key.pool
+        self.rollout_class = key.rollout_class
+        self.task_type = key.task_type
+        self.short = key.task_type in SHORT_TASKS
+        self.prompt_hash = key.prompt_hash
+        self.token_bytes = token_bytes
+        self.text = text
+        self.prompt_tokens = len(token_bytes) // TOKEN_BYTES
+        if text is not None:
+            self.prompt_tokens = max(1, len(text) // CHARACTERS_PER_TOKEN)
+        self.stratum = stratum
+        self.labels = labels
+        self.members: deque[Rollout] = deque()
+        self.continuation = False  # a later turn or a resumed rollout: its context is resident somewhere
+        self.queued_at = now
+        self.deadline_at: float | None = None
+        self.expected_tokens = 1.0
+        self.running_tokens = 0  # most tokens a running sibling has written
+        self.static_key = 0.0
+        self.sequence = 0
+        self.backlog: Backlog | None = None
+        self.affine: tuple[str, ...] = ()  # engines whose affinity heap holds this entry
+        self.leader_id: str | None = None  # attempt whose first token this entry waits for
+        self.held_gate = Gate.OPEN
+        self.hold_timer: Timer | None = None
+        self.hits: dict[str, int] = {}  # engine cache key -> cached tokens
+        self.hits_at = -1.0
+        self.stems: tuple[tuple[str, int, int], ...] | None = None
+        self.blocked_since: float | None = None
+
+    @property
+    def held(self) -> bool:
+        return self.held_gate is not Gate.OPEN
+
+    def claim_tokens(self, page_tokens: int, headroom_tokens: int) -> int:
+        """KV tokens to book for the first member: prompt and expected output, in whole pages, never more than it can use."""
+        most = self.members[0].remaining_tokens
+        output = min(most, max(int(self.expected_tokens), headroom_tokens))
+        return -(-(self.prompt_tokens + output) // page_tokens) * page_tokens

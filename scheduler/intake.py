@@ -1,0 +1,276 @@
+"""From a submission to queued rollouts: what is checked, what is refused, what a known id means.
+
+Invariants
+- Everything that can be known to be wrong is refused here, before any engine call, naming the field and the limit.
+- One bad submission never harms the others of its message.
+- A rollout id is idempotent within its run: same payload attaches, different payload is ALREADY_EXISTS.
+
+What this module does not know: order and place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import replace
+
+import numpy as np
+from rolloutd.scheduler import lifecycle
+from rolloutd.scheduler.actions import Accepted, Finished, Rejected
+from rolloutd.scheduler.engine import Engine
+from rolloutd.scheduler.events import SubmitRollouts
+from rolloutd.scheduler.group import Group
+from rolloutd.scheduler.outbox import Consumer
+from rolloutd.scheduler.refusal import Refusal, invalid
+from rolloutd.scheduler.rollout import Rollout
+from rolloutd.scheduler.run import Run
+from rolloutd.scheduler.spec import TOKEN_BYTES, RolloutSpec
+from rolloutd.scheduler.states import Code, Outcome, RolloutState, TaskType
+from rolloutd.scheduler.world import World
+
+MAX_SAMPLES = 4096
+MAX_ID_CHARS = 256
+RETRY_AFTER_SECONDS = 1.0  # a full queue drains within seconds or not at all
+
+
+def submit(world: World, run: Run, consumer: Consumer, event: SubmitRollouts) -> None:
+    """Accept or refuse each spec on its own."""
+    for spec in event.specs:
+        refusal = _submit_one(world, run, consumer, spec)
+        if refusal is not None:
+            world.deliver(run, consumer.consumer_id, 0, Rejected(spec.rollout_id, refusal))
+
+
+def member_ids(spec: RolloutSpec) -> list[str]:
+    if spec.samples <= 1:
+        return [spec.rollout_id]
+    return [f"{spec.rollout_id}/{index}" for index in range(spec.samples)]
+
+
+def prompt_hash(spec: RolloutSpec) -> str:
+    content = spec.token_bytes if spec.text is None else spec.text.encode()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _submit_one(world: World, run: Run, consumer: Consumer, spec: RolloutSpec) -> Refusal | None:
+    refusal = _check_fields(spec)
+    if refusal is not None:
+        return refusal
+    ids = member_ids(spec)
+    if any(rollout_id in run.rollouts for rollout_id in ids):
+        return _attach(world, run, consumer, spec, ids)
+    if any(rollout_id in run.delivered for rollout_id in ids):
+        return Refusal(
+            Code.ALREADY_EXISTS, "ALREADY_DELIVERED", f"rollout_id: {spec.rollout_id!r} was delivered and acknowledged before"
+        )
+    if run.ended or world.shutting_down:
+        what = f"run {run.run_id!r} has ended" if run.ended else "the server is shutting down"
+        return Refusal(Code.UNAVAILABLE, "RUN_ENDED" if run.ended else "SHUTDOWN", f"{what}; nothing new is accepted")
+    parent = spec.parent_rollout_id
+    if parent and parent not in run.rollouts and parent not in run.delivered:
+        return invalid("parent_rollout_id", f"{parent!r} is not known in run {run.run_id!r}; submit the parent first")
+    checked = _check_pool(world, run, spec)
+    if isinstance(checked, Refusal):
+        return checked
+    refusal = _check_room(world, run, spec, len(ids))
+    if refusal is not None:
+        return refusal
+    _accept(world, run, consumer, spec, ids, checked)
+    return None
+
+
+def _check_fields(spec: RolloutSpec) -> Refusal | None:
+    """What is wrong whatever the engines are."""
+    if not spec.rollout_id:
+        return invalid("rollout_id", "is empty; choose an id that is unique within the run")
+    if len(spec.rollout_id) > MAX_ID_CHARS:
+        return invalid("rollout_id", f"has {len(spec.rollout_id)} characters; the limit is {MAX_ID_CHARS}")
+    if spec.text is None:
+        if not spec.token_bytes:
+            return invalid("prompt", "is empty; give at least one token")
+        if len(spec.token_bytes) % TOKEN_BYTES:
+            return invalid("prompt.token_bytes", f"has {len(spec.token_bytes)} bytes, not a multiple of 4 (uint32 each)")
+    elif not spec.text:
+        return invalid("prompt.text", "is empty; give at least one character")
+    if not 1 <= spec.samples <= MAX_SAMPLES:
+        return invalid("samples", f"is {spec.samples}; must be 1 to {MAX_SAMPLES}")
+    if spec.seeds and len(spec.seeds) != spec.samples:
+        return invalid("seeds", f"has {len(spec.seeds)} entries for {spec.samples} samples; give one each or none")
+    if spec.task_type is TaskType.REPLAY:
+        if spec.max_new_tokens:
+            return invalid("sampling.max_new_tokens", f"is {spec.max_new_tokens}; a REPLAY generates nothing, leave it 0")
+    elif spec.max_new_tokens < 1:
+        return invalid("sampling.max_new_tokens", f"is {spec.max_new_tokens}; must be at least 1")
+    for name in ("deadline_seconds", "queue_ttl_seconds", "progress_timeout_seconds"):
+        value = getattr(spec, name)
+        if not (math.isfinite(value) and value >= 0.0):
+            return invalid(name, f"is {value}; must be a finite number of seconds, 0 for none")
+    if spec.group_size and spec.group_size < spec.samples:
+        return invalid("group_size", f"is {spec.group_size}, smaller than samples ({spec.samples})")
+    if spec.parent_rollout_id == spec.rollout_id:
+        return invalid("parent_rollout_id", "names the rollout itself")
+    return None
+
+
+def _attach(world: World, run: Run, consumer: Consumer, spec: RolloutSpec, ids: list[str]) -> Refusal | None:
+    """The id is known: the same payload attaches to it, another one is a conflict."""
+    known = [run.rollouts[rollout_id] for rollout_id in ids if rollout_id in run.rollouts]
+    if any(_payload(rollout.spec) != _payload(spec) for rollout in known):
+        return Refusal(
+            Code.ALREADY_EXISTS,
+            "ALREADY_EXISTS",
+            f"rollout_id: {spec.rollout_id!r} exists in run {run.run_id!r} with a different payload; use a new id",
+            (("rollout_id", "exists with a different payload"),),
+        )
+    for rollout in known:
+        world.deliver(run, consumer.consumer_id, 0, _accepted(world, rollout, attached=True))
+        if rollout.result is not None and rollout.consumer_id != consumer.consumer_id:
+            world.deliver(run, consumer.consumer_id, 0, Finished(rollout.result))
+    return None
+
+
+def _payload(spec: RolloutSpec) -> RolloutSpec:
+    """The part of a spec that identity is about: remaining times differ between a submission and its repetition."""
+    return replace(spec, deadline_seconds=0.0, queue_ttl_seconds=0.0)
+
+
+def _check_pool(world: World, run: Run, spec: RolloutSpec) -> int | Refusal:
+    """Checks against the engines that could serve this; returns max_new_tokens, clipped where that was asked for."""
+    engines = world.pool_engines(run, spec.pool, spec.engine_labels)
+    if not engines:
+        if spec.fail_fast:
+            return Refusal(
+                Code.UNAVAILABLE, "NO_ENGINE", f"pool: no engine in {spec.pool!r} matches; retry later", retry_after_seconds=5.0
+            )
+        return spec.max_new_tokens
+    if spec.fail_fast and not any(engine.state(world.now) == "ready" for engine in engines):
+        return Refusal(
+            Code.UNAVAILABLE, "NO_ENGINE", f"pool: no engine of {spec.pool!r} is ready; retry later", retry_after_seconds=5.0
+        )
+    refusal = _check_vocabulary(spec, engines)
+    if refusal is not None:
+        return refusal
+    max_new_tokens = spec.max_new_tokens
+    if spec.text is None:
+        context = max((engine.facts.context_tokens for engine in engines), default=0)
+        longest_prompt = max((engine.facts.max_prompt_tokens for engine in engines), default=0)
+        prompt = spec.prompt_tokens
+        if (longest_prompt and prompt > longest_prompt) or (context and prompt >= context):
+            limit = min(longest_prompt or context, context or longest_prompt)
+            return invalid("prompt", f"has {prompt} tokens; the engines of pool {spec.pool!r} take at most {limit}")
+        if context and prompt + max_new_tokens > context:
+            if not spec.clip_max_new_tokens:
+                return invalid(
+                    "sampling.max_new_tokens",
+                    f"prompt ({prompt}) + max_new_tokens ({max_new_tokens}) = {prompt + max_new_tokens} exceeds the context of "
+                    f"{context} tokens; lower it or set clip_max_new_tokens",
+                )
+            max_new_tokens = context - prompt
+    return _check_budget_level(run, spec, max_new_tokens, engines) or max_new_tokens
+
+
+def _check_vocabulary(spec: RolloutSpec, engines: list[Engine]) -> Refusal | None:
+    """One id outside the vocabulary kills a real engine, so it never gets that far."""
+    vocabulary = min((engine.facts.vocabulary_size for engine in engines if engine.facts.vocabulary_size), default=0)
+    if not vocabulary:
+        return None
+    if spec.token_bytes:
+        ids = np.frombuffer(spec.token_bytes, dtype="<u4")
+        largest = int(ids.max())
+        if largest >= vocabulary:
+            where = int(np.argmax(ids >= vocabulary))
+            return invalid("prompt", f"token id {int(ids[where])} at position {where} is outside the vocabulary of {vocabulary}")
+    for token in spec.sampling.get("stop_token_ids", ()):
+        if not 0 <= token < vocabulary:
+            return invalid("sampling.stop_token_ids", f"token id {token} is outside the vocabulary of {vocabulary}")
+    return None
+
+
+def _check_budget_level(run: Run, spec: RolloutSpec, max_new_tokens: int, engines: list[Engine]) -> Refusal | None:
+    """FAILED_PRECONDITION where it can never fit; a passing shortage (a zero, or a level that a lease will lift) waits."""
+    needed = spec.prompt_tokens + max_new_tokens
+    level = run.ledger.budget.max_kv_tokens
+    if level and run.lease_timer is None and needed > level:
+        return Refusal(
+            Code.FAILED_PRECONDITION,
+            "BUDGET_TOO_SMALL",
+            f"prompt + max_new_tokens need {needed} KV tokens; the run's budget is {level}: raise max_kv_tokens or ask for less",
+        )
+    capacity = max((engine.facts.kv_capacity_tokens for engine in engines), default=0)
+    if capacity and needed > capacity:
+        return Refusal(
+            Code.FAILED_PRECONDITION,
+            "BUDGET_TOO_SMALL",
+            f"prompt + max_new_tokens need {needed} KV tokens; the largest engine of pool {spec.pool!r} has {capacity}",
+        )
+    return None
+
+
+def _check_room(world: World, run: Run, spec: RolloutSpec, count: int) -> Refusal | None:
+    settings = world.config.queue
+    rollout_class = spec.rollout_class if spec.rollout_class is not None else run.settings.default_class
+    queued = run.ledger.class_queued[rollout_class]
+    queued_bytes = run.queued_bytes[rollout_class]
+    size = len(spec.token_bytes) + (len(spec.text.encode()) if spec.text else 0)
+    if queued + count <= settings.queue_capacity and queued_bytes + size * count <= settings.queue_capacity_bytes:
+        return None
+    return Refusal(
+        Code.RESOURCE_EXHAUSTED,
+        "QUEUE_FULL",
+        f"the {rollout_class.name} queue of run {run.run_id!r} holds {queued} rollouts ({queued_bytes} bytes); "
+        f"limits are {settings.queue_capacity} and {settings.queue_capacity_bytes}",
+        retry_after_seconds=RETRY_AFTER_SECONDS,
+    )
+
+
+def _accept(world: World, run: Run, consumer: Consumer, spec: RolloutSpec, ids: list[str], max_new_tokens: int) -> None:
+    group = _group_of(run, consumer, spec)
+    parent = run.rollouts.get(spec.parent_rollout_id) if spec.parent_rollout_id else None
+    hash_ = prompt_hash(spec)
+    ttl = spec.queue_ttl_seconds or run.settings.queue_ttl_seconds or world.config.queue.queue_ttl_seconds
+    accepted = []
+    for index, rollout_id in enumerate(ids):
+        rollout = Rollout(run, rollout_id, spec, index, consumer.consumer_id, max_new_tokens, hash_, world.now)
+        rollout.ttl_at = world.now + ttl
+        rollout.story.append((world.now, f"accepted from {consumer.consumer_id!r}"))
+        run.rollouts[rollout_id] = rollout
+        run.unfinished += 1
+        consumer.unfinished += 1
+        if group is not None:
+            rollout.group = group
+            group.add(rollout_id)
+        lifecycle.note_step(world, rollout)
+        lifecycle.enqueue(world, rollout)
+        accepted.append(rollout)
+    if parent is not None:
+        parent.child_ids.extend(ids)
+    for rollout in accepted:
+        world.deliver(run, consumer.consumer_id, 0, _accepted(world, rollout, attached=False))
+    if parent is not None and parent.result is not None and parent.result.outcome is Outcome.CANCELLED:
+        for rollout in accepted:  # the subtree was cancelled before this leaf arrived
+            lifecycle.cancel(world, rollout)
+
+
+def _group_of(run: Run, consumer: Consumer, spec: RolloutSpec) -> Group | None:
+    group_id = spec.group_id or (spec.rollout_id if spec.samples > 1 else "")
+    if not group_id:
+        return None
+    group = run.groups.get(group_id)
+    if group is None:
+        group = Group(group_id, spec.group_size or spec.samples, consumer.consumer_id)
+        run.groups[group_id] = group
+    else:
+        group.size = max(group.size, spec.group_size)
+    return group
+
+
+def _accepted(world: World, rollout: Rollout, *, attached: bool) -> Accepted:
+    """Where the rollout stands: position is an estimate by arrival within its class, start by the measured supply."""
+    run = rollout.run
+    entry = rollout.entry
+    position = run.ledger.class_queued[rollout.rollout_class] if rollout.state is RolloutState.QUEUED else 0
+    supply = run.supply.per_second(world.now)
+    expected = entry.expected_tokens if entry is not None else 0.0
+    estimate = position * expected / supply if supply > 0.0 else 0.0
+    matched = max(entry.hits.values(), default=0) if entry is not None else 0
+    return Accepted(rollout.rollout_id, rollout.state, position, matched, estimate, attached)

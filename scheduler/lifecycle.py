@@ -1,0 +1,290 @@
+"""A rollout's life outside engines: queued, requeued, cancelled, promoted, finished.
+
+Invariants
+- `finish` is the only way to end: it releases, counts, keeps the result and tells the group, once; the second caller finds it
+  done and changes nothing (property P1).
+- A rollout with a live attempt is never finished directly: the attempt is aborted first and its end finishes the rollout.
+
+What this module does not know: placement, engines' replies.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+from rolloutd.scheduler import queueing
+from rolloutd.scheduler.actions import Abort, Finished, GroupFinished
+from rolloutd.scheduler.group import Group
+from rolloutd.scheduler.refusal import Refusal
+from rolloutd.scheduler.result import Piece, RolloutResult, Span
+from rolloutd.scheduler.rollout import Attempt, Rollout
+from rolloutd.scheduler.run import Run
+from rolloutd.scheduler.spec import TOKEN_BYTES
+from rolloutd.scheduler.states import (
+    OUTCOMES,
+    AbortReason,
+    OnPreempt,
+    Outcome,
+    RolloutClass,
+    RolloutState,
+)
+from rolloutd.scheduler.timers import TimerKind
+from rolloutd.scheduler.views import DecisionKind
+from rolloutd.scheduler.world import World
+
+RETRY_AFTER_SECONDS = 5.0
+
+
+def enqueue(world: World, rollout: Rollout) -> None:
+    """First time in the queue."""
+    queueing.put(world, rollout)
+    arm_timer(world, rollout)
+
+
+def requeue(world: World, rollout: Rollout, why: str, *, keep: bool = True) -> None:
+    """Back to the queue after an attempt; without `keep` the tokens written so far are dropped."""
+    if not keep or rollout.on_preempt is OnPreempt.RESTART:
+        rollout.pieces.clear()
+        rollout.pieces_by.clear()
+    if rollout.spec.text is not None and rollout.pieces and not rollout.pieces[0].prompt_token_bytes:
+        rollout.pieces.clear()  # the engine never told the prompt's ids, so there is nothing to continue from
+        rollout.pieces_by.clear()
+    rollout.move(RolloutState.QUEUED, world.now, why)
+    rollout.queued_at = world.now
+    queueing.put(world, rollout)
+    arm_timer(world, rollout)
+
+
+def arm_timer(world: World, rollout: Rollout) -> None:
+    """(Re)start the rollout's one timer: the earliest thing that may become due in its state."""
+    world.timers.cancel(rollout.timer)
+    rollout.timer = None
+    due = [] if rollout.deadline_at is None else [rollout.deadline_at]
+    attempt = rollout.attempt
+    if rollout.state is RolloutState.QUEUED:
+        due.append(rollout.ttl_at)
+    elif rollout.state is RolloutState.ABORTING and attempt is not None:
+        due = [attempt.aborted_at + world.config.executor.abort_seconds]
+    elif attempt is not None:
+        due.append(attempt.progress_at + progress_timeout(world, rollout))
+    if due:
+        rollout.timer = world.timers.add(min(due), TimerKind.ROLLOUT, rollout)
+
+
+def progress_timeout(world: World, rollout: Rollout) -> float:
+    return rollout.spec.progress_timeout_seconds or world.config.executor.timeout_seconds
+
+
+def abort(world: World, rollout: Rollout, reason: AbortReason, why: str) -> None:
+    """Ask the engine to stop the live attempt. A rollout that is aborting already keeps the stronger reason."""
+    attempt = rollout.attempt
+    if attempt is None:
+        raise AssertionError(f"{rollout.rollout_id} has no attempt to abort; story: {rollout.tell()}")
+    if rollout.state is RolloutState.ABORTING:
+        if attempt.abort_reason in (AbortReason.PREEMPT, AbortReason.BUDGET, AbortReason.NO_PROGRESS):
+            attempt.abort_reason = reason
+        return
+    rollout.move(RolloutState.ABORTING, world.now, why)
+    attempt.abort_reason = reason
+    attempt.aborted_at = world.now
+    world.emit(Abort(attempt.attempt_id, attempt.engine.engine_id, reason))
+    arm_timer(world, rollout)
+
+
+def cancel(world: World, rollout: Rollout, outcome: Outcome = Outcome.CANCELLED) -> int:
+    """Cancel a rollout and its subtree; returns how many were not finished yet."""
+    count = 0
+    stack = [rollout]
+    while stack:
+        current = stack.pop()
+        stack.extend(current.run.rollouts[child] for child in current.child_ids if child in current.run.rollouts)
+        if current.state is RolloutState.FINISHED:
+            continue
+        count += 1
+        if current.attempt is None:
+            finish(world, current, outcome)
+        else:
+            reason = AbortReason.RUN_ENDED if outcome is Outcome.RUN_ENDED else AbortReason.CANCEL
+            abort(world, current, reason, outcome.name.lower())
+    return count
+
+
+def change_class(world: World, rollout: Rollout, rollout_class: RolloutClass, why: str) -> None:
+    """Move a rollout to another class, queued or running."""
+    if rollout.state is RolloutState.FINISHED or rollout.rollout_class is rollout_class:
+        return
+    world.decide(DecisionKind.PROMOTED, rollout, f"{rollout.rollout_class.name} -> {rollout_class.name}: {why}")
+    rollout.story.append((world.now, f"class {rollout.rollout_class.name} -> {rollout_class.name}: {why}"))
+    if rollout.state is RolloutState.QUEUED:
+        queueing.take(world, rollout)
+        rollout.rollout_class = rollout_class
+        queueing.put(world, rollout)
+    else:
+        rollout.rollout_class = rollout_class
+        if rollout.attempt is not None:
+            rollout.attempt.permit.change_class(rollout_class)
+    note_step(world, rollout)
+    world.dirty = True
+
+
+def note_step(world: World, rollout: Rollout) -> None:
+    """Remember who becomes CRITICAL when the trainer reaches its step; promotes at once where it has been reached."""
+    run = rollout.run
+    step = rollout.needed_by_step
+    if step is None:
+        return
+    waiting = run.by_step.get(step)
+    if rollout.rollout_class is RolloutClass.CRITICAL or rollout.state is RolloutState.FINISHED:
+        if waiting is not None:
+            waiting.discard(rollout.rollout_id)
+            if not waiting:
+                del run.by_step[step]
+    elif waiting is None:
+        run.by_step[step] = {rollout.rollout_id}
+    else:
+        waiting.add(rollout.rollout_id)
+
+
+def promote_through(world: World, run: Run, step: int) -> int:
+    """Rollouts needed by steps up to `step` become CRITICAL; returns how many did."""
+    promoted = 0
+    for due in sorted(known for known in run.by_step if known <= step):
+        for rollout_id in sorted(run.by_step.get(due, ())):
+            change_class(world, run.rollouts[rollout_id], RolloutClass.CRITICAL, f"step {step} needs it")
+            promoted += 1
+    return promoted
+
+
+def close_attempt(world: World, attempt: Attempt, piece: Piece | None) -> None:
+    """An attempt is over: release its permit, wake who waited for it, keep its tokens with the rollout."""
+    rollout = attempt.rollout
+    now = world.now
+    attempt.permit.release()
+    del world.attempts[attempt.attempt_id]
+    attempt.engine.attempts.pop(attempt.attempt_id, None)
+    rollout.attempt = None
+    rollout.running_seconds += now - attempt.dispatched_at
+    for entry in world.computing.end(attempt.stems):
+        queueing.wake(world, entry)
+    attempt.stems = ()
+    if piece is not None and (piece.token_bytes or piece.prompt_logprob_bytes or piece.finish_reason != "abort"):
+        rollout.pieces.append(piece)
+        rollout.pieces_by.append((attempt.engine.engine_id, attempt.number))
+    world.dirty = True
+
+
+def finish(world: World, rollout: Rollout, outcome: Outcome, error: Refusal | None = None) -> None:
+    """End a rollout: the one place where that happens. The caller has closed its attempt before."""
+    if rollout.state is RolloutState.FINISHED:
+        return
+    if rollout.attempt is not None:
+        raise AssertionError(f"{rollout.rollout_id} finished with a live attempt; story: {rollout.tell()}")
+    run = rollout.run
+    if rollout.entry is not None:
+        queueing.take(world, rollout)
+        rollout.queued_seconds += world.now - rollout.queued_at
+    rollout.move(RolloutState.FINISHED, world.now, outcome.name.lower())
+    world.timers.cancel(rollout.timer)
+    rollout.timer = None
+    note_step(world, rollout)
+    if error is None and outcome is not Outcome.COMPLETED:
+        row = OUTCOMES[outcome]
+        error = Refusal(row.code, outcome.name, f"rollout {rollout.rollout_id!r}: {outcome.name.lower().replace('_', ' ')}")
+    rollout.result = _result(rollout, outcome, error, world.now)
+    run.unfinished -= 1
+    run.finished_by_class[rollout.rollout_class] += 1
+    run.finished_by_task[rollout.task_type] += 1
+    if outcome is Outcome.COMPLETED:
+        _learn(run, rollout, rollout.result)
+    _keep(world, run, rollout, rollout.result)
+    world.dirty = True
+
+
+def _keep(world: World, run: Run, rollout: Rollout, result: RolloutResult) -> None:
+    """Put the result, and the group's end, into the consumer's outbox."""
+    consumer = run.consumers[rollout.consumer_id]
+    consumer.unfinished -= 1
+    _keep_event(world, run, rollout.consumer_id, Finished(result))
+    group = rollout.group
+    if group is not None and group.note_finished(rollout.rollout_id, result.outcome is Outcome.COMPLETED):
+        _keep_event(world, run, rollout.consumer_id, group_event(group))
+
+
+def _keep_event(world: World, run: Run, consumer_id: str, event: Finished | GroupFinished) -> None:
+    consumer = run.consumers[consumer_id]
+    cursor = consumer.keep(event, world.now)
+    run.undelivered_bytes += consumer.kept[cursor].size_bytes
+    if isinstance(event, Finished):
+        run.undelivered_results += 1
+    world.deliver(run, consumer_id, cursor, event)
+
+
+def group_event(group: Group) -> GroupFinished:
+    return GroupFinished(group.group_id, not group.failed, tuple(group.members), tuple(group.failed))
+
+
+def _learn(run: Run, rollout: Rollout, result: RolloutResult) -> None:
+    """Feed length priors, the output fingerprint and the stand-in for entropy."""
+    run.finished_samples += 1
+    run.lengths.note_finished(result.prompt_hash, rollout.task_type, result.generated_tokens)
+    if result.token_bytes:
+        run.mix.note_output(zlib.crc32(result.token_bytes))
+    if result.logprob_bytes:
+        run.phase.note_log_prob(float(np.frombuffer(result.logprob_bytes, dtype="<f4").mean()))
+
+
+def _result(rollout: Rollout, outcome: Outcome, error: Refusal | None, now: float) -> RolloutResult:
+    spec = rollout.spec
+    pieces = rollout.pieces
+    last = pieces[-1] if pieces else None
+    spans: list[Span] = []
+    offset = 0
+    for piece, (engine_id, number) in zip(pieces, rollout.pieces_by, strict=True):
+        tokens = len(piece.token_bytes) // TOKEN_BYTES
+        for version, start, end in piece.version_spans or (("", 0, tokens),):
+            if end > start:
+                spans.append(Span(0, version, offset + start, offset + end, engine_id, number))
+        offset += tokens
+    logprobs = b"".join(piece.logprob_bytes for piece in pieces)
+    generated = offset
+    first_cached = pieces[0].cached_tokens if pieces else 0
+    return RolloutResult(
+        run_id=rollout.run.run_id,
+        rollout_id=rollout.rollout_id,
+        group_id="" if rollout.group is None else rollout.group.group_id,
+        sample_index=rollout.sample_index,
+        session_id=spec.session_id,
+        turn=spec.turn,
+        step=rollout.needed_by_step,
+        rollout_class=rollout.rollout_class,
+        task_type=spec.task_type,
+        stratum=spec.stratum,
+        outcome=outcome,
+        error=error,
+        token_bytes=b"".join(piece.token_bytes for piece in pieces),
+        logprob_bytes=logprobs if len(logprobs) == generated * 4 else b"",
+        top_logprobs=tuple(row for piece in pieces for row in piece.top_logprobs),
+        text="".join(piece.text for piece in pieces),
+        prompt_token_bytes=pieces[0].prompt_token_bytes if pieces else b"",
+        prompt_logprob_bytes=pieces[0].prompt_logprob_bytes if pieces else b"",
+        finish_reason=last.finish_reason if last is not None else "abort",
+        matched_stop=last.matched_stop if last is not None else None,
+        spans=tuple(spans),
+        engine_id=rollout.pieces_by[-1][0] if rollout.pieces_by else "",
+        batch_id=rollout.last_batch_id,
+        attempts=rollout.attempts,
+        preemptions=rollout.preemptions,
+        prompt_tokens=spec.prompt_tokens if spec.text is None else (pieces[0].prompt_tokens if pieces else 0),
+        cached_tokens=first_cached,
+        predicted_cached_tokens=rollout.predicted_cached_tokens,
+        generated_tokens=generated,
+        queued_seconds=rollout.queued_seconds,
+        first_token_seconds=0.0 if rollout.first_token_at is None else rollout.first_token_at - rollout.submitted_at,
+        running_seconds=rollout.running_seconds,
+        total_seconds=now - rollout.submitted_at,
+        prompt_hash=rollout.prompt_hash,
+        complete=outcome is Outcome.COMPLETED,
+        clipped=rollout.clipped,
+        extras=last.extras if last is not None else {},
+    )

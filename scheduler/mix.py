@@ -1,0 +1,88 @@
+"""What a run's data looks like: strata against their target mix, and how distinct outputs are.
+
+Invariants
+- Windows are bounded (256 rollouts, as the mixture is judged over windows of that size); strata beyond the configured number
+  share one name, so counters are bounded too.
+
+What this module does not know: why a rollout was chosen or used.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Mapping
+
+WINDOW_ROLLOUTS = 256
+OTHER = "(other)"
+
+
+class Window:
+    """Counts over the last `WINDOW_ROLLOUTS` names."""
+
+    __slots__ = ("_names", "counts")
+
+    def __init__(self) -> None:
+        self._names: deque[str] = deque()
+        self.counts: Counter[str] = Counter()
+
+    def add(self, name: str) -> None:
+        self._names.append(name)
+        self.counts[name] += 1
+        if len(self._names) > WINDOW_ROLLOUTS:
+            oldest = self._names.popleft()
+            self.counts[oldest] -= 1
+            if not self.counts[oldest]:
+                del self.counts[oldest]
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+class Mix:
+    __slots__ = ("_max_strata", "_outputs", "_strata", "consumed", "dispatched", "target")
+
+    def __init__(self, target: Mapping[str, float], max_strata: int) -> None:
+        self.target = dict(target)
+        self._max_strata = max_strata
+        self._strata: set[str] = set(target)
+        self.dispatched = Window()
+        self.consumed = Window()
+        self._outputs = Window()
+
+    def name(self, stratum: str) -> str:
+        """The stratum's name here: itself, or OTHER once there are too many."""
+        if stratum in self._strata:
+            return stratum
+        if len(self._strata) >= self._max_strata:
+            return OTHER
+        self._strata.add(stratum)
+        return stratum
+
+    def target_share(self, stratum: str) -> float:
+        """The share this stratum should have; equal shares of the strata seen where no target is set."""
+        if self.target:
+            total = sum(self.target.values())
+            return self.target.get(stratum, 0.0) / total if total else 0.0
+        return 1.0 / max(1, len(self._strata))
+
+    def dispatched_share(self, stratum: str) -> float:
+        return self.dispatched.counts[stratum] / max(1, len(self.dispatched))
+
+    def note_output(self, fingerprint: int) -> None:
+        self._outputs.add(str(fingerprint))
+
+    def distinct_outputs(self) -> float:
+        return len(self._outputs.counts) / len(self._outputs) if len(self._outputs) else 1.0
+
+    def distance(self) -> float:
+        """Total variation between consumed strata and their targets: half the sum of |share - target|."""
+        total = len(self.consumed)
+        if not total:
+            return 0.0
+        names = set(self.consumed.counts) | set(self.target or self._strata)
+        return 0.5 * sum(abs(self.consumed.counts[name] / total - self.target_share(name)) for name in names)
+
+    def coverage(self) -> float:
+        """Share of known strata that the consumed window contains."""
+        names = set(self.target or self._strata)
+        return len(names & set(self.consumed.counts)) / len(names) if names else 1.0

@@ -1,0 +1,241 @@
+"""In and out of the queue: which entry a rollout joins, how an entry is keyed, when it is held and woken.
+
+Invariants
+- A QUEUED rollout is a member of exactly one entry; nobody else is.
+- Ledger counters of queued rollouts and bytes change here and nowhere else.
+
+What this module does not know: engines' room and what is chosen.
+"""
+
+from __future__ import annotations
+
+from rolloutd.scheduler import computing, turns
+from rolloutd.scheduler.entry import Entry, EntryKey
+from rolloutd.scheduler.lanes import Backlog
+from rolloutd.scheduler.rollout import Rollout
+from rolloutd.scheduler.run import Run
+from rolloutd.scheduler.scoring import Facts, static_key
+from rolloutd.scheduler.states import Gate, RolloutClass
+from rolloutd.scheduler.timers import TimerKind
+from rolloutd.scheduler.world import World
+
+HITS_FRESH_SECONDS = 0.25  # an entry's prefix hits are looked up again after this
+REKEY_FACTOR = 1.25  # an expected length that moved by less does not change an entry's place
+
+
+def put(world: World, rollout: Rollout) -> None:
+    """Make a QUEUED rollout a member of an entry. Its prompt is the submitted one plus kept partial tokens."""
+    run = rollout.run
+    spec = rollout.spec
+    continued = bool(rollout.pieces)
+    group_id = "" if rollout.group is None else rollout.group.group_id
+    key = EntryKey(
+        spec.pool,
+        rollout.rollout_class,
+        spec.task_type,
+        rollout.prompt_hash,
+        group_id,
+        rollout.rollout_id if continued or not group_id else "",
+        tuple(sorted(spec.engine_labels.items())),
+    )
+    entry = run.entries.get(key)
+    if entry is None:
+        token_bytes, text = full_prompt(rollout)
+        entry = Entry(run, key, token_bytes, text, run.mix.name(spec.stratum), spec.engine_labels, rollout.submitted_at)
+        entry.continuation = continued or spec.turn > 0
+        entry.deadline_at = rollout.deadline_at
+        run.entries[key] = entry
+        _backlog(run, spec.pool, rollout.rollout_class, entry.short).add(entry)
+        entry.members.append(rollout)
+        order(world, entry)
+    else:
+        entry.members.append(rollout)
+    rollout.entry = entry
+    if not run.ledger.queued:
+        turns.rejoin(world, run, spec.pool)
+    run.ledger.enqueue(rollout.rollout_class, spec.task_type, 1)
+    run.queued_bytes[rollout.rollout_class] += len(entry.token_bytes)
+    if entry.short:
+        run.short_seen_at = world.now
+    world.dirty = True
+
+
+def take(world: World, rollout: Rollout) -> Entry:
+    """Remove a rollout from its entry; an entry without members dies."""
+    entry = rollout.entry
+    if entry is None:
+        raise AssertionError(f"{rollout.rollout_id} is in no entry; story: {rollout.tell()}")
+    run = rollout.run
+    if entry.members[0] is rollout:
+        entry.members.popleft()
+    else:
+        entry.members.remove(rollout)
+    rollout.entry = None
+    run.ledger.enqueue(rollout.rollout_class, rollout.task_type, -1)
+    run.queued_bytes[rollout.rollout_class] -= len(entry.token_bytes)
+    if not entry.members:
+        backlog = entry.backlog
+        if backlog is not None:
+            backlog.remove(entry, world.next_sequence())
+        del run.entries[entry.key]
+        world.timers.cancel(entry.hold_timer)
+        entry.hold_timer = None
+        for engine in world.engines.values():
+            if engine.reserved_for is entry:
+                engine.reserved_for = None
+    return entry
+
+
+def full_prompt(rollout: Rollout) -> tuple[bytes, str | None]:
+    """What to send: the prompt and the tokens kept so far. A text prompt becomes ids once an engine returned them."""
+    spec = rollout.spec
+    prompt = spec.token_bytes
+    if spec.text is not None:
+        if not rollout.pieces:
+            return b"", spec.text
+        prompt = rollout.pieces[0].prompt_token_bytes
+    if not rollout.pieces:
+        return prompt, None
+    return prompt + b"".join(piece.token_bytes for piece in rollout.pieces), None
+
+
+def order(world: World, entry: Entry) -> None:
+    """Put an entry into its lane with a fresh key and fresh prefix hits."""
+    run = entry.run
+    backlog = entry.backlog
+    if backlog is None:
+        return
+    world.timers.cancel(entry.hold_timer)
+    entry.hold_timer = None
+    entry.leader_id = None
+    refresh_hits(world, entry)
+    facts = entry_facts(world, entry)
+    weights = weights_of(world, run)
+    entry.static_key = static_key(facts, entry.queued_at, entry.deadline_at, weights)
+    bonus = weights["prefix"] / max(1, entry.prompt_tokens)
+    bonuses = ((engine, hit * bonus) for engine, hit in entry.hits.items())
+    backlog.order(entry, world.next_sequence(), world.rng.getrandbits(30), bonuses)
+    world.dirty = True
+
+
+def hold(world: World, entry: Entry, gate: Gate, seconds: float) -> None:
+    """Keep an entry out of the lanes for at most `seconds`."""
+    backlog = entry.backlog
+    if backlog is None:
+        return
+    backlog.hold(entry, world.next_sequence(), gate)
+    world.timers.cancel(entry.hold_timer)
+    entry.hold_timer = world.timers.add(world.now + seconds, TimerKind.HOLD, entry)
+
+
+def wake(world: World, entry: Entry) -> None:
+    """End a hold; no effect on entries that are not held (any more)."""
+    if entry.backlog is not None and entry.held:
+        order(world, entry)
+
+
+def hold_for_prefix(world: World, entry: Entry) -> bool:
+    """Hold REUSABLE work whose prefix somebody else is computing, within its patience; true when it is held now."""
+    settings = world.config.queue
+    patience = settings.max_defer_seconds - (world.now - entry.queued_at)
+    if entry.rollout_class is not RolloutClass.REUSABLE or patience <= 0.0 or entry.text is not None:
+        return False
+    if not len(world.computing):
+        return False
+    stem = world.computing.longest(entry_stems(entry))
+    if stem is None or stem[1] < max(entry.hits.values(), default=0) + settings.min_shared_tokens:
+        return False
+    hold(world, entry, Gate.HELD_FOR_PREFIX, patience)
+    world.computing.wait(stem, entry)
+    return True
+
+
+def entry_stems(entry: Entry) -> tuple[computing.Stem, ...]:
+    """The stems of an entry's prompt, computed once."""
+    if entry.stems is None:
+        entry.stems = computing.stems_of(entry.run.run_id, entry.token_bytes)
+    return entry.stems
+
+
+def refresh_hits(world: World, entry: Entry) -> None:
+    """Look the entry's prompt up in the index, unless that was just done."""
+    if entry.text is None and world.now - entry.hits_at >= HITS_FRESH_SECONDS:
+        entry.hits = world.index.match(world.namespace(entry.run), entry.token_bytes)
+        entry.hits_at = world.now
+
+
+def note_running(world: World, entry: Entry, generated_tokens: int) -> None:
+    """A sibling that runs has written this much: expect at least as much of those that wait."""
+    if generated_tokens <= entry.running_tokens * REKEY_FACTOR:
+        return
+    entry.running_tokens = generated_tokens
+    before = entry.expected_tokens
+    if expected_tokens(entry) > before * REKEY_FACTOR and not entry.held:
+        order(world, entry)
+
+
+def expected_tokens(entry: Entry) -> float:
+    """Expected output of the entry's first member, counted from what it has already."""
+    first = entry.members[0]
+    kept = first.kept_tokens
+    whole = entry.run.lengths.expected(
+        entry.prompt_hash, entry.task_type, first.max_new_tokens, max(entry.running_tokens, kept)
+    )
+    return max(1.0, whole - kept)
+
+
+def entry_facts(world: World, entry: Entry) -> Facts:
+    """The entry side of the score's facts, as of now."""
+    run = entry.run
+    facts = Facts()
+    entry.expected_tokens = expected_tokens(entry)
+    facts.rollout_class = entry.rollout_class
+    facts.prompt_tokens = entry.prompt_tokens
+    facts.expected_tokens = entry.expected_tokens
+    facts.mean_tokens = run.lengths.mean(entry.task_type) or entry.expected_tokens
+    facts.expected_seconds = entry.expected_tokens * pool_token_seconds(world, run, entry.pool)
+    facts.waited_seconds = world.now - entry.queued_at
+    facts.aging_seconds = world.config.queue.aging_seconds
+    facts.slack_seconds = (
+        None if entry.deadline_at is None else entry.deadline_at - world.now - facts.expected_seconds
+    )
+    step = entry.members[0].needed_by_step
+    facts.steps_away = None if step is None else step - run.step
+    facts.stratum_share = run.mix.dispatched_share(entry.stratum)
+    facts.target_share = run.mix.target_share(entry.stratum)
+    return facts
+
+
+def pool_token_seconds(world: World, run: Run, pool: str) -> float:
+    """Seconds one sequence needs per token in this pool, as measured; 0 before anything was."""
+    for engine in world.engines.values():
+        if engine.facts.pool == pool and engine.decode_seconds_per_token:
+            return engine.decode_seconds_per_token
+    return 0.0
+
+
+def weights_of(world: World, run: Run) -> dict[str, float]:
+    """Weights in force: the run's own, else the phase's (prefix, diversity), else the configured ones."""
+    own = run.settings.weights
+    policy = world.config.policy
+    default = world.config.weights
+    phase = run.phase
+    return {
+        "prefix": phase.between(policy.cold_start_prefix_weight, policy.stable_prefix_weight)
+        if own.prefix is None
+        else own.prefix,
+        "critical": default.critical if own.critical is None else own.critical,
+        "waiting": default.waiting if own.waiting is None else own.waiting,
+        "diversity": phase.between(policy.cold_start_diversity_weight, policy.stable_diversity_weight)
+        if own.diversity is None
+        else own.diversity,
+        "cost": default.cost if own.cost is None else own.cost,
+    }
+
+
+def _backlog(run: Run, pool: str, rollout_class: RolloutClass, short: bool) -> Backlog:
+    key = (pool, rollout_class, short)
+    backlog = run.backlogs.get(key)
+    if backlog is None:
+        backlog = run.backlogs[key] = Backlog()
+    return backlog

@@ -1,0 +1,188 @@
+"""One rollout and one attempt of it.
+
+Invariants
+- A rollout has at most one live attempt; an attempt id is used once, ever.
+- `pieces` are the slices that count: tokens of a restarted rollout are dropped, tokens of an interrupted one are kept.
+- `move` is the only way to change `state`, and only along `states.MOVES`.
+
+What this module does not know: queues, budgets, engines' room.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from rolloutd.scheduler.result import Piece, RolloutResult
+from rolloutd.scheduler.spec import TOKEN_BYTES, RolloutSpec
+from rolloutd.scheduler.states import MOVES, AbortReason, OnPreempt, RolloutState, TaskType
+
+if TYPE_CHECKING:
+    from rolloutd.scheduler.engine import Engine
+    from rolloutd.scheduler.entry import Entry
+    from rolloutd.scheduler.group import Group
+    from rolloutd.scheduler.permit import Permit
+    from rolloutd.scheduler.run import Run
+    from rolloutd.scheduler.timers import Timer
+
+STORY_ENTRIES = 48
+
+
+class IllegalMove(AssertionError):
+    """A state change that the table does not allow; carries the rollout's story."""
+
+
+class Attempt:
+    """One dispatch of a rollout to an engine."""
+
+    __slots__ = (
+        "abort_reason",
+        "aborted_at",
+        "attempt_id",
+        "batch_id",
+        "cached_tokens",
+        "dispatched_at",
+        "engine",
+        "first_token_at",
+        "generated_tokens",
+        "number",
+        "permit",
+        "predicted_tokens",
+        "progress_at",
+        "rollout",
+        "stems",
+        "token_bytes",
+    )
+
+    def __init__(
+        self, attempt_id: str, rollout: Rollout, engine: Engine, permit: Permit, batch_id: int, now: float, token_bytes: bytes
+    ) -> None:
+        self.attempt_id = attempt_id
+        self.rollout = rollout
+        self.engine = engine
+        self.permit = permit
+        self.batch_id = batch_id
+        self.number = rollout.attempts
+        self.dispatched_at = now
+        self.first_token_at: float | None = None
+        self.progress_at = now
+        self.generated_tokens = 0
+        self.cached_tokens = 0
+        self.predicted_tokens = 0
+        self.abort_reason: AbortReason | None = None
+        self.aborted_at = 0.0
+        self.stems: tuple[tuple[str, int, int], ...] = ()  # prefixes this attempt is computing, see computing.py
+        self.token_bytes = token_bytes  # what was sent: prompt and kept partial
+
+
+class Rollout:
+    __slots__ = (
+        "attempt",
+        "attempts",
+        "child_ids",
+        "clipped",
+        "consumer_id",
+        "deadline_at",
+        "entry",
+        "excluded",
+        "faults",
+        "first_token_at",
+        "group",
+        "last_batch_id",
+        "max_new_tokens",
+        "needed_by_step",
+        "pieces",
+        "pieces_by",
+        "predicted_cached_tokens",
+        "preemptions",
+        "prompt_hash",
+        "queued_at",
+        "queued_seconds",
+        "result",
+        "rollout_class",
+        "rollout_id",
+        "run",
+        "running_seconds",
+        "sample_index",
+        "siblings",
+        "spec",
+        "state",
+        "story",
+        "submitted_at",
+        "timer",
+        "ttl_at",
+    )
+
+    def __init__(
+        self,
+        run: Run,
+        rollout_id: str,
+        spec: RolloutSpec,
+        sample_index: int,
+        consumer_id: str,
+        max_new_tokens: int,
+        prompt_hash: str,
+        now: float,
+    ) -> None:
+        self.run = run
+        self.rollout_id = rollout_id
+        self.spec = spec
+        self.sample_index = sample_index
+        self.consumer_id = consumer_id
+        self.rollout_class = spec.rollout_class if spec.rollout_class is not None else run.settings.default_class
+        self.max_new_tokens = max_new_tokens
+        self.prompt_hash = prompt_hash
+        self.last_batch_id = 0
+        self.predicted_cached_tokens = 0  # what the index believed at the first dispatch
+        self.clipped = max_new_tokens < spec.max_new_tokens
+        self.needed_by_step = spec.needed_by_step
+        self.submitted_at = now
+        self.queued_at = now
+        self.queued_seconds = 0.0
+        self.running_seconds = 0.0
+        self.first_token_at: float | None = None
+        self.deadline_at = now + spec.deadline_seconds if spec.deadline_seconds else None
+        self.ttl_at = 0.0
+        self.state = RolloutState.QUEUED
+        self.entry: Entry | None = None
+        self.siblings: Entry | None = None  # the entry it was dispatched from: who shares its prompt and still waits
+        self.group: Group | None = None
+        self.attempt: Attempt | None = None
+        self.attempts = 0
+        self.faults = 0
+        self.preemptions = 0
+        self.excluded: set[str] = set()  # engines that failed this rollout
+        self.pieces: list[Piece] = []
+        self.pieces_by: list[tuple[str, int]] = []  # (engine id, attempt number) of each piece
+        self.result: RolloutResult | None = None
+        self.timer: Timer | None = None
+        self.child_ids: list[str] = []
+        self.story: deque[tuple[float, str]] = deque(maxlen=STORY_ENTRIES)
+
+    @property
+    def task_type(self) -> TaskType:
+        return self.spec.task_type
+
+    @property
+    def on_preempt(self) -> OnPreempt:
+        return self.spec.on_preempt if self.spec.on_preempt is not None else self.run.settings.on_preempt
+
+    @property
+    def kept_tokens(self) -> int:
+        """Generated tokens of earlier attempts that a new attempt continues from."""
+        return sum(len(piece.token_bytes) for piece in self.pieces) // TOKEN_BYTES
+
+    @property
+    def remaining_tokens(self) -> int:
+        return self.max_new_tokens - self.kept_tokens
+
+    def move(self, state: RolloutState, now: float, why: str) -> None:
+        """Change state; raises IllegalMove where the table has no such move."""
+        if state not in MOVES[self.state]:
+            raise IllegalMove(f"{self.rollout_id}: {self.state.name} -> {state.name} ({why}); story: {self.tell()}")
+        self.story.append((now, f"{self.state.name} -> {state.name}: {why}"))
+        self.state = state
+
+    def tell(self) -> str:
+        """The story in one line."""
+        return "; ".join(f"{at:.3f} {text}" for at, text in self.story)

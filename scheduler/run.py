@@ -1,0 +1,135 @@
+"""One training job: what it owns and what the core remembers of it.
+
+Invariants
+- `rollouts` holds every rollout from acceptance until its result was acknowledged or expired; `unfinished` of them have not
+  ended. `delivered` remembers ids of acknowledged ones (bounded), so a late resubmission is not run again.
+- `virtual_tokens` per pool only grows, by expected tokens / fairness weight: whoever has the least goes next (weighted
+  deficit round robin in its virtual-time form).
+
+What this module does not know: how its work is placed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+from rolloutd.scheduler.config import SchedulerConfig
+from rolloutd.scheduler.group import Group
+from rolloutd.scheduler.ledger import Ledger
+from rolloutd.scheduler.lengths import LengthPriors
+from rolloutd.scheduler.meter import Meter
+from rolloutd.scheduler.mix import Mix
+from rolloutd.scheduler.outbox import Consumer
+from rolloutd.scheduler.phase import PhaseState
+from rolloutd.scheduler.spec import RunSettings, StepReport
+from rolloutd.scheduler.states import RolloutClass, TaskType, TrainerState
+
+if TYPE_CHECKING:
+    from rolloutd.scheduler.entry import Entry, EntryKey
+    from rolloutd.scheduler.lanes import Backlog
+    from rolloutd.scheduler.rollout import Rollout
+    from rolloutd.scheduler.timers import Timer
+
+REMEMBERED_IDS = 65_536
+
+
+class Run:
+    __slots__ = (
+        "backlogs",
+        "by_step",
+        "consumers",
+        "delivered",
+        "dispatches",
+        "ended",
+        "entries",
+        "epoch",
+        "finished_by_class",
+        "finished_by_task",
+        "finished_samples",
+        "groups",
+        "kind_streak",
+        "lease_timer",
+        "ledger",
+        "lengths",
+        "mix",
+        "no_capacity_since",
+        "paused",
+        "phase",
+        "queued_bytes",
+        "report",
+        "rollouts",
+        "run_id",
+        "settings",
+        "short_seen_at",
+        "supply",
+        "undelivered_bytes",
+        "undelivered_results",
+        "unfinished",
+        "valid_samples",
+        "virtual_tokens",
+    )
+
+    def __init__(self, run_id: str, settings: RunSettings, config: SchedulerConfig, now: float) -> None:
+        self.run_id = run_id
+        self.settings = settings
+        self.paused = False
+        self.ended = False
+        self.epoch = 0
+        self.report = StepReport(step=0, trainer_state=TrainerState.UNKNOWN)
+        self.ledger = Ledger(config.budget.default)
+        self.lease_timer: Timer | None = None
+        self.phase = PhaseState(config.policy)
+        self.lengths = LengthPriors()
+        self.mix = Mix(settings.target_mix, config.queue.max_strata)
+        self.supply = Meter(now)
+        self.consumers: dict[str, Consumer] = {}
+        self.rollouts: dict[str, Rollout] = {}
+        self.unfinished = 0
+        self.groups: dict[str, Group] = {}
+        self.delivered: OrderedDict[str, None] = OrderedDict()
+        self.entries: dict[EntryKey, Entry] = {}
+        self.by_step: dict[int, set[str]] = {}  # needed_by_step -> unfinished rollouts that are not CRITICAL yet
+        self.backlogs: dict[tuple[str, RolloutClass, bool], Backlog] = {}  # (pool, class, short)
+        self.queued_bytes = [0] * len(RolloutClass)
+        self.virtual_tokens: dict[str, float] = {}
+        self.dispatches = 0
+        self.kind_streak = 0  # > 0: short dispatches in a row, < 0: long ones
+        self.short_seen_at: float | None = None
+        self.no_capacity_since: float | None = None
+        self.undelivered_bytes = 0
+        self.undelivered_results = 0
+        self.finished_samples = 0
+        self.valid_samples = 0
+        self.finished_by_class = [0] * len(RolloutClass)
+        self.finished_by_task = [0] * len(TaskType)
+
+    @property
+    def step(self) -> int:
+        return self.report.step
+
+    def remember_delivered(self, rollout_id: str) -> None:
+        self.delivered[rollout_id] = None
+        if len(self.delivered) > REMEMBERED_IDS:
+            self.delivered.popitem(last=False)
+
+    def demand_tokens_per_second(self) -> float:
+        """What the trainer eats, in tokens: as reported, else samples times their mean length."""
+        report = self.report
+        if report.consume_tokens_per_second:
+            return report.consume_tokens_per_second
+        return report.consume_samples_per_second * self.lengths.mean(TaskType.GENERATION)
+
+    def pressure(self, now: float) -> float:
+        """How much the trainer waits for us, in [0,1]: 1 when it says so, else demand over supply."""
+        report = self.report
+        if report.trainer_state is TrainerState.WAITING:
+            return 1.0
+        demand = self.demand_tokens_per_second()
+        if demand <= 0.0:
+            return 0.5
+        supply = self.supply.per_second(now)
+        pressure = 1.0 if supply <= 0.0 else min(1.0, demand / supply)
+        if report.buffer_fill is not None:
+            pressure *= 1.0 - min(1.0, max(0.0, report.buffer_fill))
+        return pressure

@@ -1,0 +1,51 @@
+"""What the score terms may look at: plain numbers about one entry and one engine."""
+
+from __future__ import annotations
+
+from rolloutd.scheduler.states import RolloutClass
+
+
+class Facts:
+    """Filled by the placement for one entry, then for each engine considered.
+
+    Engine side: hit_tokens (cached there), common_tokens (cached on every open engine), slots_fill and kv_fill (after
+    placing, in [0,1]), dearness (cost of computing this prompt against decoding its output, in [0,1]).
+    Entry side: the rest. slack_seconds is deadline - now - expected running time; None without a deadline.
+    """
+
+    __slots__ = (
+        "aging_seconds",
+        "common_tokens",
+        "dearness",
+        "expected_seconds",
+        "expected_tokens",
+        "hit_tokens",
+        "kv_fill",
+        "mean_tokens",
+        "prompt_tokens",
+        "rollout_class",
+        "slack_seconds",
+        "slots_fill",
+        "steps_away",
+        "stratum_share",
+        "target_share",
+        "waited_seconds",
+    )
+
+    def __init__(self) -> None:
+        self.rollout_class = RolloutClass.CRITICAL
+        self.prompt_tokens = 0
+        self.expected_tokens = 1.0
+        self.expected_seconds = 0.0
+        self.mean_tokens = 1.0
+        self.waited_seconds = 0.0
+        self.aging_seconds = 1.0
+        self.slack_seconds: float | None = None
+        self.steps_away: int | None = None
+        self.stratum_share = 0.0
+        self.target_share = 0.0
+        self.hit_tokens = 0
+        self.common_tokens = 0
+        self.dearness = 1.0
+        self.slots_fill = 0.0
+        self.kv_fill = 0.0

@@ -1,0 +1,139 @@
+"""Whose turn it is: which run, then short or long work, then which class.
+
+    runs: below their floor first, then the least virtual tokens (expected tokens / fairness weight)
+    kind: short and long work alternate by quantum while both wait
+    class: below a floor first; every `overdue_turn`-th dispatch to work that waits past `overdue_seconds`; every n-th to a
+           lower class in the STABLE phase while the trainer does not wait; else CRITICAL, REUSABLE, BACKGROUND
+
+Invariants
+- Every queued class gets its turn: floors, overdue turns and quanta do not depend on scores (property P5).
+
+What this module does not know: engines and scores. A turn that cannot be placed is handed back by the caller as blocked.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from rolloutd.scheduler.lanes import Backlog
+from rolloutd.scheduler.run import Run
+from rolloutd.scheduler.states import SHORT_TASKS, RolloutClass, TaskType
+from rolloutd.scheduler.world import World
+
+
+class Turn(NamedTuple):
+    run: Run
+    rollout_class: RolloutClass
+    short: bool
+    backlog: Backlog
+
+
+def next_turn(world: World, pool: str, blocked: set[tuple[str, RolloutClass, bool]]) -> Turn | None:
+    """The turn that goes next in this pool, leaving out what the caller found blocked; None when nothing waits."""
+    waiting: dict[str, list[Turn]] = {}
+    for run in world.runs.values():
+        for (its_pool, rollout_class, short), backlog in run.backlogs.items():
+            if its_pool == pool and backlog.ready and (run.run_id, rollout_class, short) not in blocked:
+                waiting.setdefault(run.run_id, []).append(Turn(run, rollout_class, short, backlog))
+    if not waiting:
+        return None
+    turns = min(waiting.values(), key=lambda options: _run_order(options[0].run, pool))
+    run = turns[0].run
+    return _class_turn(world, run, _kind_turn(world, run, turns))
+
+
+def charge(world: World, run: Run, pool: str, expected_tokens: float, short: bool) -> None:
+    """A turn was used: advance the run's virtual time and its counters."""
+    floor = min(
+        (other.virtual_tokens[pool] for other in world.runs.values() if other.ledger.queued and pool in other.virtual_tokens),
+        default=0.0,
+    )
+    start = max(run.virtual_tokens.get(pool, 0.0), floor if pool not in run.virtual_tokens else 0.0)
+    run.virtual_tokens[pool] = start + expected_tokens / run.settings.fairness_weight
+    run.dispatches += 1
+    if short:
+        run.kind_streak = max(1, run.kind_streak + 1)
+    else:
+        run.kind_streak = min(-1, run.kind_streak - 1)
+
+
+def settle(run: Run, pool: str, expected_tokens: float, actual_tokens: float) -> None:
+    """The true cost is known now."""
+    if pool in run.virtual_tokens:
+        run.virtual_tokens[pool] += (actual_tokens - expected_tokens) / run.settings.fairness_weight
+
+
+def rejoin(world: World, run: Run, pool: str) -> None:
+    """A run that had nothing queued comes back: it may not use up the time it was away at once."""
+    others = [
+        other.virtual_tokens[pool]
+        for other in world.runs.values()
+        if other is not run and other.ledger.queued and pool in other.virtual_tokens
+    ]
+    if others:
+        run.virtual_tokens[pool] = max(run.virtual_tokens.get(pool, 0.0), min(others))
+
+
+def _run_order(run: Run, pool: str) -> tuple[bool, float, str]:
+    return (run.ledger.running >= run.settings.floor_rollouts, run.virtual_tokens.get(pool, 0.0), run.run_id)
+
+
+def _kind_turn(world: World, run: Run, turns: list[Turn]) -> list[Turn]:
+    """Short work first, until its quantum is used up while long work waits, and the other way round."""
+    settings = world.config.queue
+    short = [turn for turn in turns if turn.short]
+    long = [turn for turn in turns if not turn.short]
+    if not short or not long:
+        return turns
+    if run.kind_streak >= settings.short_quantum:
+        return long
+    if -settings.long_quantum < run.kind_streak < 0:
+        # Long work is inside its quantum, but short work has slots of its own: look at it first unless it just had its turn.
+        return short if _short_first(run, long) else long
+    return short
+
+
+def _short_first(run: Run, long: list[Turn]) -> bool:
+    """Within a long quantum short work still goes first unless the long work is owed a floor."""
+    return not any(run.ledger.class_owed(turn.rollout_class) for turn in long)
+
+
+def _class_turn(world: World, run: Run, turns: list[Turn]) -> Turn:
+    if len(turns) == 1:
+        return turns[0]
+    turns = sorted(turns, key=lambda turn: (turn.rollout_class, not turn.short))
+    owed = [turn for turn in turns if _owed(run, turn)]
+    if owed:
+        return owed[0]
+    settings = world.config.queue
+    if run.dispatches % settings.overdue_turn == settings.overdue_turn - 1:
+        overdue = [turn for turn in turns if _waited(world, turn) > settings.overdue_seconds]
+        if overdue:
+            return max(overdue, key=lambda turn: _waited(world, turn))
+    every = lower_turn(world, run)
+    if every and run.dispatches % every == every - 1:
+        lower = [turn for turn in turns if turn.rollout_class is not turns[0].rollout_class]
+        if lower:
+            return lower[0]
+    return turns[0]
+
+
+def lower_turn(world: World, run: Run) -> int:
+    """Every how many dispatches a lower class goes before waiting critical work; 0: never (cold start, trainer waiting)."""
+    settings = world.config.policy
+    relaxed = run.phase.blend * (1.0 - run.pressure(world.now))
+    return math.ceil(settings.stable_lower_turn / relaxed) if relaxed > 0.01 else 0
+
+
+def _owed(run: Run, turn: Turn) -> bool:
+    ledger = run.ledger
+    if ledger.class_owed(turn.rollout_class):
+        return True
+    tasks = SHORT_TASKS if turn.short else frozenset(TaskType) - SHORT_TASKS
+    return any(ledger.task_owed(task) for task in tasks)
+
+
+def _waited(world: World, turn: Turn) -> float:
+    oldest = turn.backlog.oldest()
+    return 0.0 if oldest is None else world.now - oldest.queued_at

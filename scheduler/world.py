@@ -1,0 +1,154 @@
+"""The core's state in one place, and the few operations everything needs.
+
+The modules `intake`, `consumers`, `lifecycle`, `attempts`, `budgeting`, `placement`, `preemption` are functions over a World;
+`machine` routes events to them. A World is only touched inside `Scheduler.handle`.
+
+Invariants
+- `now` is the time of the event being handled; it never goes back.
+- `actions` collects what the current event asks for and is handed out when it is done.
+
+What this module does not know: what events mean.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, deque
+from collections.abc import Mapping
+from typing import Any
+
+from rolloutd.scheduler.actions import Action, Deliver, EndStream, Notice, NoticeKind, Record
+from rolloutd.scheduler.computing import Computing
+from rolloutd.scheduler.config import SchedulerConfig
+from rolloutd.scheduler.engine import Engine
+from rolloutd.scheduler.index import Namespace, PrefixIndex
+from rolloutd.scheduler.refusal import Refusal
+from rolloutd.scheduler.rollout import Attempt, Rollout
+from rolloutd.scheduler.run import Run
+from rolloutd.scheduler.spec import RunSettings
+from rolloutd.scheduler.states import Code, Gate
+from rolloutd.scheduler.timers import Timers
+from rolloutd.scheduler.views import Candidate, Decision, DecisionKind
+
+
+class World:
+    def __init__(self, config: SchedulerConfig, rng: random.Random, now: float) -> None:
+        self.config = config
+        self.rng = rng
+        self.now = now
+        self.actions: list[Action] = []
+        self.runs: dict[str, Run] = {}
+        self.engines: dict[str, Engine] = {}
+        self.attempts: dict[str, Attempt] = {}
+        self.index = PrefixIndex(config.index.max_bytes, config.index.page_tokens, config.index.eviction)
+        self.computing = Computing()
+        self.timers = Timers()
+        self.decisions: deque[Decision] = deque(maxlen=config.queue.decision_ring)
+        self.gates: Counter[Gate] = Counter()
+        self.dirty = False  # something changed that scheduling could use
+        self.shutting_down = False
+        self.batches = 0
+        self.sequence = 0
+        self.dispatched_total = 0
+        self.preempted_total = 0
+        self.retried_total = 0
+        self.last_preemption: dict[str, float] = {}  # pool -> time of the last round
+
+    def next_sequence(self) -> int:
+        self.sequence += 1
+        return self.sequence
+
+    def fresh_attempt_id(self) -> str:
+        """32 hex digits: fixed length, because engines match abort ids by prefix (property P6)."""
+        return f"{self.rng.getrandbits(128):032x}"
+
+    def namespace(self, run: Run, engine_model: str = "") -> Namespace:
+        return Namespace(run.run_id, engine_model, "", 0, "")
+
+    # actions -----------------------------------------------------------------------------------------------------------
+
+    def emit(self, action: Action) -> None:
+        self.actions.append(action)
+
+    def record(self, level: str, event: str, **fields: Any) -> None:
+        self.actions.append(Record(level, event, fields))
+
+    def deliver(self, run: Run, consumer_id: str, cursor: int, event: Any) -> None:
+        consumer = run.consumers.get(consumer_id)
+        if consumer is not None and consumer.attached:
+            self.actions.append(Deliver(run.run_id, consumer_id, cursor, event))
+
+    def notify(self, run: Run, kind: NoticeKind, message: str, seconds: float = 0.0) -> None:
+        """Tell every attached consumer of a run."""
+        for consumer_id in run.consumers:
+            self.deliver(run, consumer_id, 0, Notice(kind, message, seconds))
+
+    def end_stream(self, run: Run, consumer_id: str, error: Refusal | None) -> None:
+        self.actions.append(EndStream(run.run_id, consumer_id, error))
+
+    # decisions ---------------------------------------------------------------------------------------------------------
+
+    def decide(
+        self,
+        kind: DecisionKind,
+        rollout: Rollout,
+        message: str,
+        *,
+        batch_id: int = 0,
+        engine_id: str = "",
+        gate: Gate = Gate.OPEN,
+        candidates: tuple[Candidate, ...] = (),
+    ) -> None:
+        self.decisions.append(
+            Decision(
+                self.now,
+                kind,
+                rollout.run.run_id,
+                rollout.rollout_id,
+                batch_id,
+                engine_id,
+                gate,
+                candidates,
+                message,
+            )
+        )
+
+    # engines -----------------------------------------------------------------------------------------------------------
+
+    def serves(self, engine: Engine, run: Run, pool: str, labels: Mapping[str, str]) -> bool:
+        """Whether this engine may ever run work of this run, pool and labels."""
+        facts = engine.facts
+        return (
+            facts.pool == pool
+            and not engine.removed
+            and (not facts.run_id or facts.run_id == run.run_id)
+            and all(facts.labels.get(name) == value for name, value in labels.items())
+        )
+
+    def pool_engines(self, run: Run, pool: str, labels: Mapping[str, str]) -> list[Engine]:
+        return [engine for engine in self.engines.values() if self.serves(engine, run, pool, labels)]
+
+    def run_slots(self, run: Run) -> int:
+        """Slots of all engines that may serve this run: what shares and ceilings are measured against."""
+        return sum(
+            engine.facts.slots
+            for engine in self.engines.values()
+            if not engine.lost and not engine.draining and (not engine.facts.run_id or engine.facts.run_id == run.run_id)
+        )
+
+    # runs --------------------------------------------------------------------------------------------------------------
+
+    def ensure_run(self, run_id: str) -> Run | Refusal:
+        """The run of this name, made on first use."""
+        run = self.runs.get(run_id)
+        if run is not None:
+            return run
+        if len(self.runs) >= self.config.delivery.max_runs:
+            return Refusal(
+                Code.RESOURCE_EXHAUSTED,
+                "TOO_MANY_RUNS",
+                f"run_id: {run_id!r} would be run number {len(self.runs) + 1}; end runs or raise delivery.max_runs",
+            )
+        run = Run(run_id, RunSettings(), self.config, self.now)
+        self.runs[run_id] = run
+        return run
