@@ -15,93 +15,33 @@ Differences from SGLang 0.5.23: prefill is not chunked, and a request that is al
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
-
 from rolloutd.engines.sim.admission import NewTokenRatio, WaitingQueue, select_prefill
+from rolloutd.engines.sim.config import (
+    ABORTED,
+    ABORTED_WAITING,
+    OUT_OF_MEMORY,
+    QUEUE_FULL,
+    UNSTREAMED_INTERVAL_TOKENS,
+    MachineConfig,
+    PauseMode,
+    prompt_too_long,
+)
 from rolloutd.engines.sim.pool import KvPool
 from rolloutd.engines.sim.request import Frame, LoadSnapshot, Sequence, SimRequest
-from rolloutd.engines.sim.timing import TimingModel
-from rolloutd.engines.sim.tokens import LengthWriter, Model, TokenWriter
+from rolloutd.engines.sim.tokens import LengthWriter, TokenWriter
 
 NANO = 1_000_000_000
-# SGLang: DEFAULT_FORCE_STREAM_INTERVAL, how often a request that does not stream reports to the front process.
-UNSTREAMED_INTERVAL_TOKENS = 50
-# SGLang refuses prompts within this many tokens of the context or of the KV capacity.
-PROMPT_RESERVE_TOKENS = 5
 _RATE_WINDOW_NANO = NANO
-
-ABORTED = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
-ABORTED_WAITING = {"type": "abort", "message": "Abort in waiting queue"}
-QUEUE_FULL = {
-    "type": "abort",
-    "message": "The request queue is full.",
-    "status_code": 503,
-    "err_type": None,
-}
-OUT_OF_MEMORY = {
-    "type": "abort",
-    "message": "Out of memory even after retracting all other requests in the decode batch.",
-    "status_code": 500,
-    "err_type": "InternalServerError",
-}
-PauseMode = Literal["retract", "in_place"]
-
-
-@dataclass(frozen=True, slots=True)
-class MachineConfig:
-    """Size and behaviour of one engine; words as in SGLang's flags.
-
-    write_tokens: False keeps only counts (frames without tokens, outputs not cached), for large virtual pools.
-    """
-
-    slots: int = 32
-    kv_tokens: int = 200_000
-    page_size_tokens: int = 16
-    context_tokens: int = 32_768
-    max_prefill_tokens: int = 16_384
-    schedule_policy: Literal["fcfs", "lpm"] = "fcfs"
-    stream_interval: int = 32
-    max_queued: int | None = None
-    timing: TimingModel = field(default_factory=TimingModel)
-    model: Model = field(default_factory=Model)
-    weight_version: str = "default"
-    write_tokens: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("slots", "kv_tokens", "page_size_tokens", "context_tokens", "max_prefill_tokens", "stream_interval"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
-        if self.kv_tokens < self.page_size_tokens * 2:
-            raise ValueError(f"kv_tokens: {self.kv_tokens} must be at least two pages of {self.page_size_tokens}")
-        if self.schedule_policy not in ("fcfs", "lpm"):
-            raise ValueError(f"schedule_policy: {self.schedule_policy!r} must be fcfs or lpm")
-        if self.max_queued is not None and self.max_queued < 0:
-            raise ValueError(f"max_queued: {self.max_queued} must not be negative")
-
-    @property
-    def capacity_tokens(self) -> int:
-        """KV capacity in whole pages."""
-        return self.kv_tokens // self.page_size_tokens * self.page_size_tokens
-
-    @property
-    def max_request_tokens(self) -> int:
-        """Prompt + output of one request, as the engine clips it."""
-        return min(self.context_tokens - 1, self.capacity_tokens - 1)
-
-    @property
-    def max_prompt_tokens(self) -> int:
-        """Longest prompt that is not refused."""
-        return self.max_request_tokens - PROMPT_RESERVE_TOKENS
 
 
 class SimMachine:
     """One simulated engine. Every public method takes the time now, in seconds, which never goes backwards."""
 
-    def __init__(self, config: MachineConfig = MachineConfig()) -> None:
+    def __init__(self, config: MachineConfig) -> None:
         self.config = config
         self.weight_version = config.weight_version
         self.paused: PauseMode | None = None
@@ -217,8 +157,8 @@ class SimMachine:
         self._look_at_next_boundary()
 
     def next_event_seconds(self) -> float | None:
-        """When `advance` has work next; None when nothing happens without a call."""
-        event = self._next_event()
+        """When `advance` has work or frames next; None when nothing happens without a call."""
+        event = self._now if self._frames else self._next_event()
         return None if event is None else event / NANO
 
     def advance(self, now: float) -> list[Frame]:
@@ -490,25 +430,7 @@ class SimMachine:
     def _emit(
         self, sequence: Sequence, upto: int, finish_reason: dict[str, Any] | None = None, queued: bool = False
     ) -> None:
-        writer, sent = sequence.writer, sequence.sent
-        self._frames.append(
-            Frame(
-                rid=sequence.request.rid,
-                time_seconds=self._now / NANO,
-                tokens=writer.tokens[sent:upto] if writer is not None else [],
-                logprobs=writer.logprobs[sent:upto] if writer is not None else [],
-                completion_tokens=upto,
-                prompt_tokens=sequence.request.prompt_tokens,
-                cached_tokens=sequence.cached_tokens,
-                retractions=sequence.retractions,
-                weight_version=sequence.spans[-1][0] if sequence.spans else self.weight_version,
-                prompt_version=sequence.prompt_version,
-                finish_reason=finish_reason,
-                spans=tuple(_closed_spans(sequence.spans, upto)) if finish_reason is not None else (),
-                queued=queued,
-            )
-        )
-        sequence.sent = upto
+        self._frames.append(sequence.frame(self._now / NANO, upto, self.weight_version, finish_reason, queued))
 
     def _end_running(self, sequence: Sequence, reason: dict[str, Any] | None) -> None:
         """A decoding sequence ends: by itself, or for `reason`. Its KV goes into the prefix cache."""
@@ -552,13 +474,7 @@ class SimMachine:
     def _refuse(self, sequence: Sequence) -> None:
         """SGLang cuts a prompt it can not take to one token, runs that, and reports a bogus output token."""
         request = sequence.request
-        reason = {
-            "type": "abort",
-            "message": f"Input length ({request.prompt_tokens} tokens) exceeds the maximum allowed length "
-            f"({self.config.max_prompt_tokens} tokens). Use a shorter input or enable --allow-auto-truncate.",
-            "status_code": 400,
-            "err_type": "BadRequestError",
-        }
+        reason = prompt_too_long(request.prompt_tokens, self.config.max_prompt_tokens)
         cut = SimRequest(request.rid, request.prompt[:4], request.sampling, request.stream)
         refused = Sequence(cut, 1)
         refused.writer = TokenWriter(self.config.model, cut.prompt, replace(cut.sampling, max_new_tokens=1), self.weight_version)
@@ -604,11 +520,3 @@ class SimMachine:
         if self._pool.growth_pages(self._anchor_step, 1) > self._pool.available_pages:
             self._end_running(order.pop(), OUT_OF_MEMORY)
         self._ratio.after_retraction(list(self._running.values()))
-
-
-def _closed_spans(spans: list[tuple[str, int]], end: int) -> Iterator[tuple[str, int, int]]:
-    for index, (version, start) in enumerate(spans):
-        stop = spans[index + 1][1] if index + 1 < len(spans) else end
-        stop = min(stop, end)
-        if start < stop or (index == 0 and end == 0):
-            yield version, start, stop

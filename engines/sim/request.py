@@ -9,11 +9,11 @@ What this module does not know: HTTP, scheduling.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-
 from rolloutd.engines.sim.pool import Holding
 from rolloutd.engines.sim.radix import TOKEN_BYTES
 from rolloutd.engines.sim.tokens import LengthWriter, Sampling, TokenWriter
@@ -142,3 +142,37 @@ class Sequence:
         if count <= 0 or self.writer is None or not self.writer.tokens:
             return self.request.prompt
         return self.request.prompt + np.array(self.writer.tokens[:count], dtype="<u4").tobytes()
+
+    def frame(
+        self,
+        time_seconds: float,
+        upto: int,
+        weight_version: str,
+        finish_reason: dict[str, Any] | None,
+        queued: bool,
+    ) -> Frame:
+        """Report the tokens up to output index `upto` that were not reported yet."""
+        writer, sent, self.sent = self.writer, self.sent, upto
+        return Frame(
+            rid=self.request.rid,
+            time_seconds=time_seconds,
+            tokens=writer.tokens[sent:upto] if writer is not None else [],
+            logprobs=writer.logprobs[sent:upto] if writer is not None else [],
+            completion_tokens=upto,
+            prompt_tokens=self.request.prompt_tokens,
+            cached_tokens=self.cached_tokens,
+            retractions=self.retractions,
+            weight_version=self.spans[-1][0] if self.spans else weight_version,
+            prompt_version=self.prompt_version,
+            finish_reason=finish_reason,
+            spans=tuple(_closed_spans(self.spans, upto)) if finish_reason is not None else (),
+            queued=queued,
+        )
+
+
+def _closed_spans(spans: list[tuple[str, int]], end: int) -> Iterator[tuple[str, int, int]]:
+    for index, (version, start) in enumerate(spans):
+        stop = spans[index + 1][1] if index + 1 < len(spans) else end
+        stop = min(stop, end)
+        if start < stop or (index == 0 and end == 0):
+            yield version, start, stop
