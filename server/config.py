@@ -39,7 +39,7 @@ DEFAULT_POOL = "policy"
 
 # Settings that other systems' files carry and that would have no effect here yet.
 _NOT_YET = {
-    "policy.prefix_ttl_steps": (0, "needs published policy versions, which this release does not have; remove it or set 0"),
+    "policy.prefix_ttl_steps": (0, "needs published policy versions, which this release does not have; set 0"),
     "index.max_cache_gpu_mb": (None, "is not supported yet; give the cap in tokens as index.max_cached_tokens"),
 }
 
@@ -211,7 +211,13 @@ def _build(values: dict[str, Any], origins: dict[str, str]) -> ServerConfig:
         return {key.partition(".")[2]: value for key, value in values.items() if key.startswith(name + ".")}
 
     extras = {  # keys of a core section that are not fields of its dataclass
-        "budget": ("max_gpu_memory_mb", "training_reserved_mb", "max_inference_mb", "max_running_rollouts", "max_kv_tokens"),
+        "budget": (
+            "max_gpu_memory_mb",
+            "training_reserved_mb",
+            "max_inference_mb",
+            "max_running_rollouts",
+            "max_kv_tokens",
+        ),
         "index": ("max_cache_gpu_mb",),
         "policy": ("prefix_ttl_steps",),
         "executor": ("engine",),
@@ -250,7 +256,7 @@ def _build(values: dict[str, Any], origins: dict[str, str]) -> ServerConfig:
 
 
 def _default_budget(section: Mapping[str, Any], origins: Mapping[str, str]) -> Budget:
-    """The GPU's memory less what training reserves is a ceiling on inference like max_inference_mb: the smaller holds."""
+    """The GPU's memory less what training reserves is a ceiling like max_inference_mb: the smaller holds."""
     reserved, inference = section["training_reserved_mb"], section["max_inference_mb"]
     gpu = section["max_gpu_memory_mb"]
     if gpu is not None:
@@ -332,7 +338,8 @@ def _check_table(name: str, entry: Mapping[Any, Any], fields: Mapping[str, type]
             hint = f"did you mean {close[0]!r}?" if close else "it has " + ", ".join(fields)
             raise ConfigError(f"unknown key '{name}.{key}' ({origin}); {hint}")
         kind = fields[key]
-        if not isinstance(value, kind) or isinstance(value, bool) or (kind is int and value < 0):
+        negative = isinstance(value, int) and value < 0
+        if not isinstance(value, kind) or isinstance(value, bool) or negative:
             noun = {str: "a text", int: "a whole number at least 0", dict: "a table"}[kind]
             raise ConfigError(f"{name}.{key} ({origin}): must be {noun}, got {value!r}")
 
@@ -344,6 +351,7 @@ def check_url(name: str, url: str) -> str:
         port_is_valid = parts.port is None or parts.port > 0
     except ValueError:
         parts, port_is_valid = urlsplit(""), False
-    if parts.scheme not in ("http", "https") or not parts.hostname or not port_is_valid or parts.query or parts.fragment:
+    is_base = parts.scheme in ("http", "https") and parts.hostname and not parts.query and not parts.fragment
+    if not is_base or not port_is_valid:
         raise ConfigError(f"{name}: must be a base URL such as http://10.0.0.7:30000, got {url!r}")
     return url.rstrip("/")

@@ -188,4 +188,3 @@ KEYS: Mapping[str, KeySpec] = {spec.key: spec for spec in [*_core_keys(), *_SERV
 
 # Keys whose value is a list or a table, each with its own reader in `config.py`.
 STRUCTURED_KEYS = ("engines", "pools")
-

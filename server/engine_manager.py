@@ -1,10 +1,10 @@
 """One supervisor per engine: register it, watch it, tell the core, and start again when it comes back.
 
 Invariants
-- An engine that cannot be reached is tried for ever, with growing pauses and jitter; nothing but RemoveEngine forgets it.
+- An engine that cannot be reached is tried for ever, with growing pauses and jitter; only RemoveEngine forgets it.
 - "Busy" and "not ready" are never a loss: an engine is lost after `lose_failures` failed polls over `lose_seconds`.
-- The core hears of an engine only after it was registered; after any interruption it is registered anew, so that a restarted
-  process is a new incarnation.
+- The core hears of an engine only after it was registered; after any interruption it is registered anew, so that a
+  restarted process is a new incarnation.
 
 What this module does not know: HTTP, and what the core does with an engine.
 """

@@ -9,7 +9,8 @@ from typing import Any
 
 from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.views import EngineView
-from rolloutd.server.config import DEFAULT_POOL, ConfigError, EngineSettings, check_url
+from rolloutd.server.config import DEFAULT_POOL, EngineSettings, check_url
+from rolloutd.server.config_keys import ConfigError
 from rolloutd.server.engine_manager import SupervisedEngine
 from rolloutd.server.errors import SHUTTING_DOWN, field_error, not_found
 from rolloutd.server.handler import Refused, check, handler

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
-from google.rpc import error_details_pb2, status_pb2
-from grpc_status import rpc_status
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from grpc_status import rpc_status  # type: ignore[import-untyped]
 
 from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.states import Code
@@ -33,7 +33,7 @@ class FieldErrors(Exception):
         self.fields = fields
 
     def refusal(self) -> Refusal:
-        return Refusal(Code.INVALID_ARGUMENT, "INVALID_FIELD", str(self), tuple(self.fields))
+        return Refusal(Code.INVALID_ARGUMENT, "INVALID_ARGUMENT", str(self), tuple(self.fields))
 
 
 def field_error(field: str, problem: str) -> FieldErrors:
@@ -72,7 +72,8 @@ def to_status(refusal: Refusal) -> grpc.Status:
         delay.FromNanoseconds(int(refusal.retry_after_seconds * 1e9))
         add(error_details_pb2.RetryInfo(retry_delay=delay))
     status = status_pb2.Status(code=int(refusal.code), message=refusal.message, details=details)
-    return rpc_status.to_status(status)
+    packed: grpc.Status = rpc_status.to_status(status)
+    return packed
 
 
 async def abort(context: Context, refusal: Refusal) -> NoReturn:

@@ -1,9 +1,10 @@
 """What every RPC handler does around its own work.
 
 Invariants
-- A handler whose task is cancelled although its RPC is not (ours to blame: shutdown, a bug) ends the RPC with a status, so
-  that the client never waits for ever (grpc#29248). When the RPC itself was cancelled the cancellation passes through.
-- A refusal ends the RPC with its status and details; any other exception is a bug: logged with its trace, INTERNAL outside.
+- A handler whose task is cancelled although its RPC is not (ours to blame: shutdown, a bug) ends the RPC with a status,
+  so that the client never waits for ever (grpc#29248). When the RPC itself was cancelled, the cancellation passes.
+- A refusal ends the RPC with its status and details; any other exception is a bug: logged with its trace, INTERNAL
+  outside.
 
 What this module does not know: any single RPC.
 """

@@ -1,12 +1,12 @@
-"""The run loop: the only writer of the core. Events go in through `post`; actions become awaits, and their ends become events.
+"""The run loop: the only writer of the core. Events go in through `post`; actions become awaits, their ends events.
 
 Invariants
-- The core is entered by one caller at a time, on one thread, and never from inside itself: performing an action posts nothing
-  synchronously.
-- Every dispatch reports exactly one end to the core, whatever happens to its task: a slice, a fault, an exception (BROKEN,
-  with an error in the log) or a cancellation.
-- Scheduling happens on `Tick` only. A tick follows the burst that wanted it, no later than `scheduling_interval_ms` after it
-  and, while ticks are dear, not before the loop had as much time for everything else as the last tick took.
+- The core is entered by one caller at a time, on one thread, and never from inside itself: performing an action posts
+  nothing synchronously.
+- Every dispatch reports exactly one end to the core, whatever happens to its task: a slice, a fault, an exception
+  (BROKEN, with an error in the log) or a cancellation.
+- Scheduling happens on `Tick` only. A tick follows the burst that wanted it, no later than `scheduling_interval_ms`
+  after it and, while ticks are dear, not before the loop had as much time for everything else as the last tick took.
 - A door that was removed is closed when its last attempt has ended.
 
 What this module does not know: gRPC, protobuf, and what the core decides.
@@ -31,12 +31,14 @@ from rolloutd.scheduler.states import FaultKind
 from rolloutd.server.logging import get_logger
 from rolloutd.server.outbox import Outbox
 
-# Progress of an attempt is passed on at its first token, then after this many tokens (half of the core's KV headroom of 64)
-# or this much time, whichever comes first.
+# Progress of an attempt is passed on at its first token, then after this many tokens (half of the core's KV headroom of
+# 64) or this much time, whichever comes first.
 PROGRESS_TOKENS = 32
 PROGRESS_SECONDS = 0.1
 # uvloop rounds timers to milliseconds and may fire one early: waiting less would spin.
 MIN_TIMER_SECONDS = 0.001
+# Pause after a scheduling pass that raised.
+FAILED_TICK_SECONDS = 1.0
 
 _FAULTS = {
     DoorFault.REFUSED: FaultKind.REFUSED,
@@ -58,9 +60,7 @@ class _Door:
 class RunLoop:
     """Owns the core, the doors it may use, and the outboxes of connected consumers."""
 
-    def __init__(
-        self, core: Scheduler, interval_seconds: float, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, core: Scheduler, interval_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.core = core
         self.clock = clock
         self.observers: list[Observer] = []
@@ -158,7 +158,7 @@ class RunLoop:
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Stop scheduling, hang up what still runs and wait for every task to end. Doors stay the manager's to close."""
+        """Stop scheduling, hang up what still runs, wait for every task to end. Doors stay the manager's to close."""
         self._closed = True
         for handle in (self._timer, self._tick_handle):
             if handle is not None:
@@ -222,7 +222,9 @@ class RunLoop:
             self._attempt_over(events.AttemptFailed(dispatch.attempt_id, FaultKind.BROKEN, "hung up"), held)
             raise
         except Exception as error:
-            self._log.error("attempt_crashed", attempt_id=dispatch.attempt_id, engine_id=dispatch.engine_id, exc_info=True)
+            self._log.error(
+                "attempt_crashed", attempt_id=dispatch.attempt_id, engine_id=dispatch.engine_id, exc_info=True
+            )
             message = f"unexpected {type(error).__name__}: {error}"
             end = events.AttemptFailed(dispatch.attempt_id, FaultKind.BROKEN, message)
         self._attempt_over(end, held)
@@ -281,7 +283,12 @@ class RunLoop:
             self._tick_handle.cancel()
             self._tick_handle = None
         started = self.clock()
-        self.post(events.Tick())
+        try:
+            self.post(events.Tick())
+        except Exception:  # a bug in the core: say so, and keep everything else going
+            self._log.error("scheduling_failed", exc_info=True)
+            self._tick_handle = asyncio.get_running_loop().call_later(FAILED_TICK_SECONDS, self._tick)
+            return
         self._tick_ended = self.clock()
         self._tick_cost_seconds = self._tick_ended - started
         waiters, self._tick_waiters = self._tick_waiters, []

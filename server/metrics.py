@@ -10,7 +10,7 @@ What this module does not know: HTTP (`metrics_endpoint.py`) and how the core co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, GCCollector, Histogram, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -78,7 +78,9 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
         self._aborts = Counter("rolloutd_aborts", "Attempts asked to stop", ["reason"], registry=self.registry)
-        self._refused = Counter("rolloutd_submissions_refused", "Submissions refused", ["reason"], registry=self.registry)
+        self._refused = Counter(
+            "rolloutd_submissions_refused", "Submissions refused", ["reason"], registry=self.registry
+        )
         self._step = Histogram(
             "rolloutd_training_step_seconds", "Training step time, as reported", buckets=_STEP_BUCKETS,
             registry=self.registry,
@@ -225,7 +227,7 @@ class _Views(Collector):
         now = self._state.loop.clock()
         views = sorted(self._state.loop.core.run_views(now), key=lambda view: view.run_id)
         named, others = views[:MAX_RUN_LABELS], views[MAX_RUN_LABELS:]
-        sums = {
+        sums: dict[str, tuple[str, Callable[[RunView], float]]] = {
             "running_rollouts": ("Rollouts on engines", lambda view: view.running_rollouts),
             "kv_claimed_tokens": ("KV tokens committed", lambda view: view.kv_claimed_tokens),
             "finished_samples": ("Rollouts that completed", lambda view: view.finished_samples),
@@ -242,7 +244,7 @@ class _Views(Collector):
             if others:
                 family.add_metric([OTHER_RUNS], sum(value(view) for view in others))
             yield family
-        ratios = {
+        ratios: dict[str, tuple[str, Callable[[RunView], float]]] = {
             "phase_blend": ("0 is COLD_START, 1 is STABLE", lambda view: view.phase_blend),
             "step": ("Training step last reported", lambda view: view.step),
             "diversity_distance": ("Total variation to the target mix", lambda view: view.diversity_distance),

@@ -2,9 +2,9 @@
 
 Invariants
 - One outbox per connected consumer; a newer stream of the same consumer closes the older outbox.
-- Memory is bounded: durable events are shared with the core, which bounds them by bytes and age, and are dropped here at the
-  age at which the core drops them; answers to submissions are bounded because reading pauses at `PAUSE_ANSWERS`; progress of
-  a rollout replaces its older progress that was not sent yet.
+- Memory is bounded: durable events are shared with the core, which bounds them by bytes and age, and are dropped here
+  at the age at which the core drops them; answers to submissions are bounded because reading pauses at
+  `PAUSE_ANSWERS`; progress of a rollout replaces its older progress that was not sent yet.
 - Order is that of `put`; progress keeps the place of the report it replaces.
 
 What this module does not know: gRPC and protobuf.
@@ -28,7 +28,7 @@ PAUSE_ANSWERS = 4096
 
 @dataclass(frozen=True, slots=True)
 class ItemRefused:
-    """An item of a request message that was refused before or beside the core. `kind`: the contract's ItemKind value."""
+    """An item of a request message that was refused before or beside the core. `kind`: the contract's ItemKind."""
 
     rollout_id: str
     kind: int

@@ -3,8 +3,8 @@
 Invariants
 - The port answers and health is SERVING whether or not an engine is there (a sidecar's engine starts after it).
 - One event loop per process uses gRPC: its completion-queue poller is global (grpc#42357). A second one is refused.
-- Shutting down: NOT_SERVING; nothing new is accepted; what runs finishes until the grace ends, what waits ends with SHUTDOWN;
-  results leave; streams end; the gRPC server stops; engines are hung up last.
+- Shutting down: NOT_SERVING; nothing new is accepted; what runs finishes until the grace ends, what waits ends with
+  SHUTDOWN; results leave; streams end; the gRPC server stops; engines are hung up last.
 
 What this module does not know: flags and files (`cli.py`, `config.py`).
 """
@@ -21,8 +21,8 @@ import time
 from collections.abc import Callable
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
+from grpc_reflection.v1alpha import reflection  # type: ignore[import-untyped]
 
 from rolloutd.engines.base import Engine
 from rolloutd.engines.sglang import SGLangEngine, Timeouts
@@ -107,9 +107,7 @@ class Server:
         add_TrainerServiceServicer_to_server(TrainerService(self.state), server)
         add_EngineServiceServicer_to_server(EngineService(self.state), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        reflection.enable_server_reflection(
-            (*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME), server
-        )
+        reflection.enable_server_reflection((*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
         address = f"[{config.host}]:{config.port}" if ":" in config.host else f"{config.host}:{config.port}"
         try:
             self.port = server.add_insecure_port(address)
@@ -159,7 +157,7 @@ class Server:
         _serving_loop = None
         self._log.info("stopped")
 
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
+    async def _set_health(self, status: int) -> None:
         for name in ("", *SERVICE_NAMES):
             await self._health.set(name, status)
 

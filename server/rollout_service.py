@@ -1,8 +1,8 @@
 """RolloutService: rollouts in, results out.
 
 Invariants
-- A unary RunRollout is a consumer of its own for as long as its rollouts live; when the call is cancelled its rollouts are,
-  and what they leave behind is acknowledged.
+- A unary RunRollout is a consumer of its own for as long as its rollouts live; when the call is cancelled its rollouts
+  are, and what they leave behind is acknowledged.
 - Updates and cancellations are applied item by item: one bad item does not spoil the others.
 
 What this module does not know: how rollouts are scheduled.
@@ -49,7 +49,8 @@ from rolloutd.v1 import (
 )
 from rolloutd.v1 import Rejected as RejectedMessage
 
-UNARY_CONSUMER_PREFIX = "unary:"
+# The core forgets such a consumer once it is detached and owed nothing.
+UNARY_CONSUMER_PREFIX = "unary/"
 # Rollouts looked at per page of a filtered listing; the page may be short, its token goes on from there.
 _MAX_SCANNED = 20_000
 
@@ -225,9 +226,7 @@ class UnaryRollout:
         if refusal is not None:
             self._loop.close_outbox(self._outbox)
             return refusal
-        result = self._loop.post(
-            events.SubmitRollouts(self._run_id, self._consumer_id, (self._spec,), self._epoch)
-        )
+        result = self._loop.post(events.SubmitRollouts(self._run_id, self._consumer_id, (self._spec,), self._epoch))
         refusal = refusal_of(result)
         for action in result:
             match getattr(action, "event", None):
@@ -275,9 +274,7 @@ class UnaryRollout:
                     self._results.set_result(sorted(results.values(), key=lambda result: result.sample_index))
 
     def _acknowledge(self, cursor: int) -> None:
-        self._loop.post(
-            events.AcknowledgeResults(self._run_id, self._consumer_id, through_cursor=cursor)
-        )
+        self._loop.post(events.AcknowledgeResults(self._run_id, self._consumer_id, through_cursor=cursor))
 
     def _close(self) -> None:
         # Late group events of this consumer are not wanted: it is closed, not merely detached.

@@ -1,13 +1,14 @@
 """One SubmitRollout stream: a consumer's requests in, its events out.
 
 Invariants
-- The first message carries hello, no other does. The newest stream of a consumer owns its events; an older one ends with
-  ABORTED (REPLACED).
-- Half-closing drains: the stream ends with OK when the core says that everything was delivered. A stream that breaks, or a
-  handler that is cancelled, detaches the consumer, exactly once and only if no newer stream took over.
-- One writer sends everything pending, in order, in messages bounded by events and bytes. Reading pauses while the client
-  does not take its answers, and while the queue of a class it uses is nearly full.
-- Reads and writes are never cancelled in flight (gRPC leaks the buffers of cancelled ones, grpc#43360); they end with the RPC.
+- The first message carries hello, no other does. The newest stream of a consumer owns its events; an older one ends
+  with ABORTED (REPLACED).
+- Half-closing drains: the stream ends with OK when the core says that everything was delivered. A stream that breaks,
+  or a handler that is cancelled, detaches the consumer, exactly once and only if no newer stream took over.
+- One writer sends everything pending, in order, in messages bounded by events and bytes. Reading pauses while the
+  client does not take its answers, and while the queue of a class it uses is nearly full.
+- Reads and writes are never cancelled in flight (gRPC leaks the buffers of cancelled ones, grpc#43360); they end with
+  the RPC.
 
 What this module does not know: what becomes of a rollout.
 """
@@ -149,10 +150,10 @@ class RolloutStream:
         while True:
             await self._apply(message)
             await self._pause()
-            if self._outbox.end is not None:
+            if self._ended():
                 return
             message = await self._context.read()
-            if self._outbox.end is not None:
+            if self._ended():
                 return
             if message is grpc.aio.EOF:
                 break
@@ -161,8 +162,11 @@ class RolloutStream:
                 return
         # A client that vanished looks the same for a moment: its cancellation is on the way to this handler.
         await asyncio.sleep(0)
-        if self._outbox.end is None and not self._context.done():
+        if not self._ended() and not self._context.done():
             self._loop.post(events.CloseConsumer(self._run_id, self._consumer_id))
+
+    def _ended(self) -> bool:
+        return self._outbox.end is not None
 
     async def _apply(self, message: SubmitRolloutRequest) -> None:
         items = (
@@ -216,9 +220,7 @@ class RolloutStream:
             self._post_batch(batch)
 
     def _post_batch(self, batch: list[RolloutSpec]) -> None:
-        refusal = self._loop.refusal(
-            events.SubmitRollouts(self._run_id, self._consumer_id, tuple(batch), self._epoch)
-        )
+        refusal = self._loop.refusal(events.SubmitRollouts(self._run_id, self._consumer_id, tuple(batch), self._epoch))
         if refusal is not None:
             for spec in batch:
                 self._refuse(spec.rollout_id, ITEM_KIND_SUBMISSION, refusal)
@@ -305,19 +307,26 @@ class RolloutStream:
             await self._context.write(response)
 
     def _fit(self, event: Event) -> None:
-        """A result that no message can hold would break the stream on every try: its bulk is left out, and it says so."""
+        """A result that no message can hold would break the stream on every try: leave its bulk out, and say so."""
         limit = self._state.config.max_message_bytes - 65_536
         if event.ByteSize() <= limit:
             return
         size_mib = event.ByteSize() / (1 << 20)
-        for field in ("top_logprobs", "extras", "prompt_logprob_bytes", "logprob_bytes", "prompt_token_bytes"):
-            event.finished.ClearField(field)  # type: ignore[arg-type]
+        bulk: tuple[Any, ...] = (
+            "top_logprobs",
+            "extras",
+            "prompt_logprob_bytes",
+            "logprob_bytes",
+            "prompt_token_bytes",
+        )
+        for field in bulk:
+            event.finished.ClearField(field)
         event.finished.complete = False
         event.finished.error.code = int(Code.RESOURCE_EXHAUSTED)
         event.finished.error.reason = "RESULT_TOO_LARGE"
         event.finished.error.message = (
-            f"the result has {size_mib:.0f} MiB, a message at most {limit / (1 << 20):.0f}: log-probs and extras were left "
-            "out; ask for fewer top_logprobs or raise server.max_message_bytes"
+            f"the result has {size_mib:.0f} MiB, a message at most {limit / (1 << 20):.0f}: log-probs and extras were "
+            "left out; ask for fewer top_logprobs or raise server.max_message_bytes"
         )
 
 

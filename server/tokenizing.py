@@ -17,7 +17,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rolloutd.scheduler.spec import RolloutSpec
-from rolloutd.server.config import ConfigError, PoolSettings
+from rolloutd.server.config import PoolSettings
+from rolloutd.server.config_keys import ConfigError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -34,7 +35,7 @@ class Tokenizers:
         try:
             from tokenizers import Tokenizer
         except ImportError as error:
-            raise ConfigError("pools.*.tokenizer: needs the package 'tokenizers' (pip install 'rolloutd[text]')") from error
+            raise ConfigError("pools.*.tokenizer: needs the package 'tokenizers': install rolloutd[text]") from error
         for name, path in files.items():
             try:
                 self._by_pool[name] = Tokenizer.from_file(path)

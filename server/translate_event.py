@@ -1,7 +1,7 @@
 """From what the core says to the contract's messages: events of a stream, results, rollouts, decisions.
 
 Invariants
-- Enum values of the contract are the core's plus one (zero is UNSPECIFIED) where the lists agree; a table where they do not.
+- Enum values of the contract are the core's plus one (zero is UNSPECIFIED) where the lists agree; else a table.
 - A result says exactly what the core's result says; nothing is rounded or left out.
 
 What this module does not know: streams and RPCs.
@@ -132,9 +132,7 @@ def to_event(entry: actions.Deliver | ItemRefused, server: ServerInfo, policy_ve
         case actions.Notice():
             notice: Any = _NOTICES[event.kind]
             return Event(
-                notice=Notice(
-                    kind=notice, message=event.message, seconds=event.seconds, policy_version=policy_version
-                )
+                notice=Notice(kind=notice, message=event.message, seconds=event.seconds, policy_version=policy_version)
             )
         case actions.Attached():
             attached = Attached(
@@ -271,9 +269,7 @@ def to_story_entry(entry: StoryEntry, now: float) -> StoryMessage:
     before, arrow, after = move.partition(" -> ")
     if not separator or not arrow:
         before, after, cause = "", "", entry.text
-    return StoryMessage(
-        age_seconds=max(0.0, now - entry.at_seconds), from_state=before, to_state=after, cause=cause
-    )
+    return StoryMessage(age_seconds=max(0.0, now - entry.at_seconds), from_state=before, to_state=after, cause=cause)
 
 
 def to_struct(values: Mapping[str, Any]) -> struct_pb2.Struct:

@@ -235,8 +235,8 @@ def _sampling(message: SamplingParams, check: Checker) -> dict[str, Any]:
             words[name] = value
     if message.HasField("min_new_tokens"):
         if message.min_new_tokens > message.max_new_tokens:
-            limit = message.max_new_tokens
-            check.wrong("sampling.min_new_tokens", f"must be at most max_new_tokens ({limit}), got {message.min_new_tokens}")
+            problem = f"must be at most max_new_tokens ({message.max_new_tokens}), got {message.min_new_tokens}"
+            check.wrong("sampling.min_new_tokens", problem)
         words["min_new_tokens"] = message.min_new_tokens
     if message.HasField("top_k"):
         if message.top_k != -1 and message.top_k < 1:

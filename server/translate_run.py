@@ -13,6 +13,8 @@ import dataclasses
 import math
 from typing import Any
 
+from google.protobuf.message import Message
+
 from rolloutd.scheduler.config import SchedulerConfig
 from rolloutd.scheduler.spec import Budget, Quota, RunSettings, StepReport, Weights
 from rolloutd.scheduler.states import OnPreempt, RolloutClass, TaskType, TrainerState
@@ -45,7 +47,7 @@ def merge_settings(current: RunSettings, message: RunConfig) -> RunSettings:
     changes: dict[str, Any] = {}
     weights = {}
     for name in WEIGHTS:
-        if message.weights.HasField(name):  # type: ignore[arg-type]
+        if _has(message.weights, name):
             value = getattr(message.weights, name)
             if not math.isfinite(value) or value < 0:
                 check.wrong(f"config.weights.{name}", f"must be 0 or more, got {value:g}")
@@ -241,25 +243,26 @@ def to_budget(budget: Budget, lease_remaining_seconds: float) -> BudgetMessage:
 
 
 def merge_report(previous: StepReport | None, message: ReportStepRequest) -> StepReport:
-    """The report after this message: absent fields as last reported, `step_seconds` only when given. Raises FieldErrors."""
+    """The report after this message: absent fields as last reported, but no `step_seconds`. Raises FieldErrors."""
     check = Checker()
     before = previous or StepReport(step=message.step, trainer_state=TrainerState.UNKNOWN)
-    for name in ("consume_samples_per_second", "consume_tokens_per_second", "policy_entropy"):
-        if message.HasField(name):  # type: ignore[arg-type]
+    names: tuple[Any, ...] = ("consume_samples_per_second", "consume_tokens_per_second", "policy_entropy")
+    for name in names:
+        if message.HasField(name):
             value = getattr(message, name)
             if not math.isfinite(value) or value < 0:
                 check.wrong(name, f"must be 0 or more, got {value:g}")
     if message.HasField("buffer_fill") and not 0.0 <= message.buffer_fill <= 1.0:
         check.wrong("buffer_fill", f"must be in [0, 1], got {message.buffer_fill:g}")
-    for name in ("update_period_seconds", "step_seconds"):
-        if message.HasField(name):  # type: ignore[arg-type]
-            check.seconds(name, getattr(message, name))
+    for field in ("update_period_seconds", "step_seconds"):
+        if _has(message, field):
+            check.seconds(field, getattr(message, field))
     if message.trainer_state not in (0, *(int(state) for state in TrainerState)):
         check.wrong("trainer_state", f"{message.trainer_state} is not a value of this enum")
     check.done()
 
-    def given(name: str, otherwise: Any) -> Any:
-        return getattr(message, name) if message.HasField(name) else otherwise  # type: ignore[arg-type]
+    def given(name: Any, otherwise: Any) -> Any:
+        return getattr(message, name) if message.HasField(name) else otherwise
 
     return StepReport(
         step=message.step,
@@ -272,6 +275,10 @@ def merge_report(previous: StepReport | None, message: ReportStepRequest) -> Ste
         update_period_seconds=given("update_period_seconds", before.update_period_seconds),
         step_seconds=given("step_seconds", None),
     )
+
+
+def _has(message: Message, field: str) -> bool:
+    return message.HasField(field)
 
 
 def _quota(entry: ClassQuota | TaskQuota, path: str, check: Checker) -> Quota:
