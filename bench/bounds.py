@@ -30,6 +30,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
 from rolloutd.bench.ceiling import cacheable_prefix_tokens
 from rolloutd.bench.workload import Item
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+
 from rolloutd.bench.workload import TOKEN_BYTES
 
 # Increment and multipliers of the SplitMix64 generator (Steele, Lea, Flood 2014).

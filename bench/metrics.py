@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 import numpy as np
+
 from rolloutd.bench.workload import Kind
 
 # Digits after the point in a summary: a tenth of a simulated millisecond.

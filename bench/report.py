@@ -18,6 +18,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
+
 from rolloutd.bench.metrics import Summary
 from rolloutd.bench.workload import Kind
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+
 from rolloutd.bench.lengths import LogNormal
 from rolloutd.bench.workload import Item, Limits, TaskType, WorkClass, random_tokens, stream, token_bytes
 

@@ -90,7 +90,9 @@ def failed(world: World, event: AttemptFailed) -> None:
         engine.note_fault(world.now, event.message, settings)
         rollout.excluded.add(engine.engine_id)
         if engine.breaker_until > world.now:
-            world.record("warning", "engine_breaker_open", engine=engine.engine_id, faults=engine.faults, error=event.message)
+            world.record(
+                "warning", "engine_breaker_open", engine=engine.engine_id, faults=engine.faults, error=event.message
+            )
     elif event.fault is FaultKind.BUSY:
         engine.busy_until = world.now + settings.busy_seconds
         engine.probing = False
@@ -99,7 +101,9 @@ def failed(world: World, event: AttemptFailed) -> None:
     if reason is not None and reason is not AbortReason.NO_PROGRESS:
         _interrupted(world, rollout, attempt, reason)
     elif event.fault is FaultKind.REFUSED:
-        error = Refusal(Code.INVALID_ARGUMENT, "ENGINE_REFUSED", f"engine {engine.engine_id} refused it: {event.message}")
+        error = Refusal(
+            Code.INVALID_ARGUMENT, "ENGINE_REFUSED", f"engine {engine.engine_id} refused it: {event.message}"
+        )
         lifecycle.finish(world, rollout, Outcome.ENGINE_REFUSED, error)
     elif event.fault is FaultKind.BUSY:
         _retry(world, rollout, f"engine {engine.engine_id} is busy: {event.message}")

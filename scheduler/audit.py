@@ -59,7 +59,9 @@ def _check_run(world: World, run: Run) -> None:
     for task in TaskType:
         _same(f"{name} {task.name} running", ledger.task_running[task], sum(p.task_type is task for p in permits))
         _same(f"{name} {task.name} queued", ledger.task_queued[task], sum(r.task_type is task for r in queued))
-    _same(f"{name} unfinished", run.unfinished, sum(r.state is not RolloutState.FINISHED for r in run.rollouts.values()))
+    _same(
+        f"{name} unfinished", run.unfinished, sum(r.state is not RolloutState.FINISHED for r in run.rollouts.values())
+    )
     _check_entries(run)
     _check_rollouts(run)
     _check_delivery(run)
@@ -89,9 +91,15 @@ def _check_rollouts(run: Run) -> None:
         what = f"{rollout.rollout_id} ({rollout.state.name}; story: {rollout.tell()})"
         live = rollout.state in (RolloutState.DISPATCHED, RolloutState.RUNNING, RolloutState.ABORTING)
         assert live == (rollout.attempt is not None), f"{what}: attempt does not fit its state"
-        assert (rollout.state is RolloutState.QUEUED) == (rollout.entry is not None), f"{what}: entry does not fit its state"
-        assert (rollout.state is RolloutState.FINISHED) == (rollout.result is not None), f"{what}: result does not fit its state"
-        assert rollout.state is RolloutState.FINISHED or rollout.timer is not None, f"{what}: nothing would ever wake it"
+        assert (rollout.state is RolloutState.QUEUED) == (rollout.entry is not None), (
+            f"{what}: entry does not fit its state"
+        )
+        assert (rollout.state is RolloutState.FINISHED) == (rollout.result is not None), (
+            f"{what}: result does not fit its state"
+        )
+        assert rollout.state is RolloutState.FINISHED or rollout.timer is not None, (
+            f"{what}: nothing would ever wake it"
+        )
         assert len(rollout.pieces) == len(rollout.pieces_by), f"{what}: pieces without an engine"
     waiting = {
         rollout.rollout_id
@@ -110,7 +118,11 @@ def _check_delivery(run: Run) -> None:
         own = [r for r in run.rollouts.values() if r.consumer_id == consumer.consumer_id]
         unfinished = sum(r.state is not RolloutState.FINISHED for r in own)
         _same(f"{consumer.consumer_id} unfinished", consumer.unfinished, unfinished)
-        _same(f"{consumer.consumer_id} bytes", consumer.size_bytes, sum(kept.size_bytes for kept in consumer.kept.values()))
+        _same(
+            f"{consumer.consumer_id} bytes",
+            consumer.size_bytes,
+            sum(kept.size_bytes for kept in consumer.kept.values()),
+        )
         finished = [k.event.result.rollout_id for k in consumer.kept.values() if isinstance(k.event, Finished)]
         assert len(finished) == len(set(finished)), f"{consumer.consumer_id} keeps a result twice"
         for rollout_id in finished:
@@ -138,11 +150,15 @@ def check_ceilings(world: World) -> None:
         for one in RolloutClass:
             limit = budget.classes.get(one, NO_QUOTA).max_rollouts
             if limit is not None:
-                assert sum(permit.rollout_class is one for permit in live) <= limit, f"{run.run_id}: {one.name} over its ceiling"
+                assert sum(permit.rollout_class is one for permit in live) <= limit, (
+                    f"{run.run_id}: {one.name} over its ceiling"
+                )
         for task in TaskType:
             limit = budget.tasks.get(task, NO_QUOTA).max_rollouts
             if limit is not None:
-                assert sum(permit.task_type is task for permit in live) <= limit, f"{run.run_id}: {task.name} over its ceiling"
+                assert sum(permit.task_type is task for permit in live) <= limit, (
+                    f"{run.run_id}: {task.name} over its ceiling"
+                )
 
 
 def _same(what: str, counted: object, derived: object) -> None:

@@ -50,12 +50,17 @@ def lease_expired(world: World, run: Run) -> None:
     run.lease_timer = None
     world.record("warning", "budget_lease_expired", run=run.run_id)
     _apply(
-        world, run, world.config.budget.default, NoticeKind.BUDGET_LEASE_EXPIRED, "lease ran out: back to the configured default"
+        world,
+        run,
+        world.config.budget.default,
+        NoticeKind.BUDGET_LEASE_EXPIRED,
+        "lease ran out: back to the configured default",
     )
 
 
 def _apply(world: World, run: Run, budget: Budget, notice: NoticeKind, message: str) -> None:
     run.ledger.budget = budget
+    run.reserved_for = None  # it may fit now, or never
     world.dirty = True
     world.notify(run, notice, message)
     enforce(world, run)
@@ -67,14 +72,18 @@ def _check(budget: Budget) -> Refusal | None:
         if value is not None and value < 0:
             return invalid(name, f"is {value}; must not be negative")
     if not 0.0 <= budget.lease_seconds < float("inf"):
-        return invalid("lease_seconds", f"is {budget.lease_seconds}; must be a finite number of seconds, 0 for no lease")
+        return invalid(
+            "lease_seconds", f"is {budget.lease_seconds}; must be a finite number of seconds, 0 for no lease"
+        )
     quotas: list[tuple[str, Quota]] = [(f"classes[{key.name}]", quota) for key, quota in budget.classes.items()]
     quotas += [(f"tasks[{key.name}]", quota) for key, quota in budget.tasks.items()]
     for name, quota in quotas:
         if not 0.0 <= quota.share <= 1.0:
             return invalid(f"{name}.share", f"is {quota.share}; must be 0 to 1")
         if quota.max_rollouts is not None and quota.floor_rollouts > quota.max_rollouts:
-            return invalid(f"{name}.floor_rollouts", f"is {quota.floor_rollouts}, above max_rollouts ({quota.max_rollouts})")
+            return invalid(
+                f"{name}.floor_rollouts", f"is {quota.floor_rollouts}, above max_rollouts ({quota.max_rollouts})"
+            )
     for name, floors in (("classes", budget.classes.values()), ("tasks", budget.tasks.values())):
         total = sum(quota.floor_rollouts for quota in floors)
         if budget.max_rollouts is not None and total > budget.max_rollouts:
@@ -157,7 +166,11 @@ def enforce(world: World, run: Run) -> None:
     for rollout_class in RolloutClass:
         limit = budget.classes.get(rollout_class, NO_QUOTA).max_rollouts
         _interrupt_over(
-            world, [a for a in victims if a.permit.rollout_class is rollout_class], limit, None, f"{rollout_class.name} ceiling"
+            world,
+            [a for a in victims if a.permit.rollout_class is rollout_class],
+            limit,
+            None,
+            f"{rollout_class.name} ceiling",
         )
     for task_type in TaskType:
         limit = budget.tasks.get(task_type, NO_QUOTA).max_rollouts
@@ -198,5 +211,9 @@ def _interrupt_over(
         kv_tokens -= attempt.permit.kv_tokens
         lifecycle.abort(world, attempt.rollout, AbortReason.BUDGET, why)
         world.decide(
-            DecisionKind.INTERRUPTED, attempt.rollout, why, engine_id=attempt.engine.engine_id, gate=Gate.CEILING_ROLLOUTS
+            DecisionKind.INTERRUPTED,
+            attempt.rollout,
+            why,
+            engine_id=attempt.engine.engine_id,
+            gate=Gate.CEILING_ROLLOUTS,
         )

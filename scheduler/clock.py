@@ -53,7 +53,9 @@ def begin_shutdown(world: World, grace_seconds: float) -> None:
         return
     world.shutting_down = True
     for run in world.runs.values():
-        world.notify(run, NoticeKind.DRAINING, f"the server is shutting down within {grace_seconds:.0f} s", grace_seconds)
+        world.notify(
+            run, NoticeKind.DRAINING, f"the server is shutting down within {grace_seconds:.0f} s", grace_seconds
+        )
         for rollout in list(run.rollouts.values()):
             if rollout.state is RolloutState.QUEUED:
                 lifecycle.finish(world, rollout, Outcome.SHUTDOWN)
@@ -143,7 +145,8 @@ def _watch_capacity(world: World, run: Run) -> None:
         pool
         for pool in pools
         if not any(
-            engine.state(world.now) == "ready" and world.serves(engine, run, pool, {}) for engine in world.engines.values()
+            engine.state(world.now) == "ready" and world.serves(engine, run, pool, {})
+            for engine in world.engines.values()
         )
     )
     if not missing:

@@ -34,7 +34,7 @@ class QueueSettings:
     reserved_short_slots: int = 1  # per engine with at least 8 slots, while short work has been seen lately
     reserve_memory_seconds: float = 60.0
     short_quantum: int = 8  # short dispatches in a row while long work waits
-    long_quantum: int = 8  # long dispatches in a row while short work waits
+    long_quantum: int = 2  # long dispatches in a row while short work waits
     max_defer_seconds: float = 5.0  # REUSABLE held for a prefix somebody computes
     leader_timeout_seconds: float = 20.0  # siblings stop waiting for their leader's first token
     min_shared_tokens: int = 32  # prefixes shorter than this are not worth waiting for

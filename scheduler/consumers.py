@@ -27,7 +27,9 @@ def fence(run: Run, epoch: int) -> Refusal | None:
     if epoch >= run.epoch:
         return None
     return Refusal(
-        Code.ABORTED, "FENCED", f"trainer_epoch: {epoch} is older than epoch {run.epoch} of run {run.run_id!r}; this trainer was replaced"
+        Code.ABORTED,
+        "FENCED",
+        f"trainer_epoch: {epoch} is older than epoch {run.epoch} of run {run.run_id!r}; this trainer was replaced",
     )
 
 
@@ -60,14 +62,13 @@ def attach(world: World, run: Run, event: AttachConsumer) -> Refusal | None:
                 world.end_stream(run, other.consumer_id, fence(run, other.epoch))
     consumer.epoch = event.epoch
     consumer.attached = True
+    consumer.cursor = max(consumer.cursor, event.cursor)  # a server that restarted goes on where its consumer is
     consumer.closing = False
     for cursor in consumer.through(event.cursor):
         _forget(world, run, consumer, cursor)
     for name in event.take_over:
         _take_over(world, run, consumer, name)
-    world.deliver(
-        run, consumer.consumer_id, 0, Attached(consumer.cursor, consumer.unfinished, len(consumer.kept))
-    )
+    world.deliver(run, consumer.consumer_id, 0, Attached(consumer.cursor, consumer.unfinished, len(consumer.kept)))
     for cursor, kept in consumer.kept.items():
         world.deliver(run, consumer.consumer_id, cursor, kept.event)
     return None
@@ -140,7 +141,12 @@ def expire(world: World, run: Run) -> None:
 
 def prune(run: Run, consumer: Consumer) -> None:
     """A consumer with nothing pending that is not connected need not be remembered."""
-    if not consumer.attached and not consumer.unfinished and not consumer.kept and consumer.consumer_id.startswith("unary/"):
+    if (
+        not consumer.attached
+        and not consumer.unfinished
+        and not consumer.kept
+        and consumer.consumer_id.startswith("unary/")
+    ):
         run.consumers.pop(consumer.consumer_id, None)
 
 

@@ -52,9 +52,11 @@ class Engine:
         "prompt_tokens",
         "ready",
         "removed",
+        "reported_rollouts",
         "reserved_for",
         "short_used",
         "slots_used",
+        "tokens_per_second",
     )
 
     def __init__(self, facts: EngineFacts) -> None:
@@ -86,6 +88,8 @@ class Engine:
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self.ghosts = 0
+        self.reported_rollouts = 0
+        self.tokens_per_second = 0.0
 
     @property
     def engine_id(self) -> str:
@@ -162,7 +166,9 @@ class Engine:
     def note_load(self, load: EngineLoad) -> None:
         self.kv_used_tokens = load.kv_used_tokens
         self.kv_used_peak_tokens = max(self.kv_used_peak_tokens, load.kv_used_tokens)
-        self.ghosts = max(0, load.running_rollouts + load.waiting_rollouts - len(self.attempts))
+        self.reported_rollouts = load.running_rollouts + load.waiting_rollouts
+        self.tokens_per_second = load.generated_tokens_per_second
+        self.ghosts = max(0, self.reported_rollouts - len(self.attempts))
         tokens, seconds = self.last_prefilled
         new_tokens = load.prefilled_tokens_total - tokens
         new_seconds = load.prefill_busy_seconds_total - seconds

@@ -74,7 +74,14 @@ class Entry:
     )
 
     def __init__(
-        self, run: Run, key: EntryKey, token_bytes: bytes, text: str | None, stratum: str, labels: Mapping[str, str], now: float
+        self,
+        run: Run,
+        key: EntryKey,
+        token_bytes: bytes,
+        text: str | None,
+        stratum: str,
+        labels: Mapping[str, str],
+        now: float,
     ) -> None:
         self.run = run
         self.key = key

@@ -35,7 +35,14 @@ def join(world: World, event: JoinEngine) -> Refusal | None:
         engine = Engine(facts)
         world.engines[facts.engine_id] = engine
         world.index.add_engine(engine.cache_key, max(1, facts.page_tokens), _cache_cap(world, facts))
-    world.record("info", "engine_joined", engine=facts.engine_id, pool=facts.pool, slots=facts.slots, incarnation=facts.incarnation)
+    world.record(
+        "info",
+        "engine_joined",
+        engine=facts.engine_id,
+        pool=facts.pool,
+        slots=facts.slots,
+        incarnation=facts.incarnation,
+    )
     for run in world.runs.values():
         budgeting.enforce(world, run)
     world.dirty = True

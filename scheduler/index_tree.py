@@ -244,7 +244,8 @@ class PrefixForest:
         for member in doomed:  # grows while it is walked: parents before children
             doomed.extend(child for child in member.children.values() if child.mask & holder.flag)
         for member in reversed(doomed):
-            self._uncredit(member, holder)
+            if member.parent is not None:  # else it was joined with its last child, which took its credit along
+                self._uncredit(member, holder)
 
     def _mark_end(self, holder: Engine, node: Node) -> None:
         """The engine's most recent prompt ended at `node`."""

@@ -15,6 +15,7 @@ import math
 from dataclasses import replace
 
 import numpy as np
+
 from rolloutd.scheduler import lifecycle
 from rolloutd.scheduler.actions import Accepted, Finished, Rejected
 from rolloutd.scheduler.engine import Engine
@@ -61,7 +62,9 @@ def _submit_one(world: World, run: Run, consumer: Consumer, spec: RolloutSpec) -
         return _attach(world, run, consumer, spec, ids)
     if any(rollout_id in run.delivered for rollout_id in ids):
         return Refusal(
-            Code.ALREADY_EXISTS, "ALREADY_DELIVERED", f"rollout_id: {spec.rollout_id!r} was delivered and acknowledged before"
+            Code.ALREADY_EXISTS,
+            "ALREADY_DELIVERED",
+            f"rollout_id: {spec.rollout_id!r} was delivered and acknowledged before",
         )
     if run.ended or world.shutting_down:
         what = f"run {run.run_id!r} has ended" if run.ended else "the server is shutting down"
@@ -89,7 +92,9 @@ def _check_fields(spec: RolloutSpec) -> Refusal | None:
         if not spec.token_bytes:
             return invalid("prompt", "is empty; give at least one token")
         if len(spec.token_bytes) % TOKEN_BYTES:
-            return invalid("prompt.token_bytes", f"has {len(spec.token_bytes)} bytes, not a multiple of 4 (uint32 each)")
+            return invalid(
+                "prompt.token_bytes", f"has {len(spec.token_bytes)} bytes, not a multiple of 4 (uint32 each)"
+            )
     elif not spec.text:
         return invalid("prompt.text", "is empty; give at least one character")
     if not 1 <= spec.samples <= MAX_SAMPLES:
@@ -98,7 +103,9 @@ def _check_fields(spec: RolloutSpec) -> Refusal | None:
         return invalid("seeds", f"has {len(spec.seeds)} entries for {spec.samples} samples; give one each or none")
     if spec.task_type is TaskType.REPLAY:
         if spec.max_new_tokens:
-            return invalid("sampling.max_new_tokens", f"is {spec.max_new_tokens}; a REPLAY generates nothing, leave it 0")
+            return invalid(
+                "sampling.max_new_tokens", f"is {spec.max_new_tokens}; a REPLAY generates nothing, leave it 0"
+            )
     elif spec.max_new_tokens < 1:
         return invalid("sampling.max_new_tokens", f"is {spec.max_new_tokens}; must be at least 1")
     for name in ("deadline_seconds", "queue_ttl_seconds", "progress_timeout_seconds"):
@@ -140,12 +147,18 @@ def _check_pool(world: World, run: Run, spec: RolloutSpec) -> int | Refusal:
     if not engines:
         if spec.fail_fast:
             return Refusal(
-                Code.UNAVAILABLE, "NO_ENGINE", f"pool: no engine in {spec.pool!r} matches; retry later", retry_after_seconds=5.0
+                Code.UNAVAILABLE,
+                "NO_ENGINE",
+                f"pool: no engine in {spec.pool!r} matches; retry later",
+                retry_after_seconds=5.0,
             )
         return spec.max_new_tokens
     if spec.fail_fast and not any(engine.state(world.now) == "ready" for engine in engines):
         return Refusal(
-            Code.UNAVAILABLE, "NO_ENGINE", f"pool: no engine of {spec.pool!r} is ready; retry later", retry_after_seconds=5.0
+            Code.UNAVAILABLE,
+            "NO_ENGINE",
+            f"pool: no engine of {spec.pool!r} is ready; retry later",
+            retry_after_seconds=5.0,
         )
     refusal = _check_vocabulary(spec, engines)
     if refusal is not None:
@@ -179,10 +192,13 @@ def _check_vocabulary(spec: RolloutSpec, engines: list[Engine]) -> Refusal | Non
         largest = int(ids.max())
         if largest >= vocabulary:
             where = int(np.argmax(ids >= vocabulary))
-            return invalid("prompt", f"token id {int(ids[where])} at position {where} is outside the vocabulary of {vocabulary}")
-    for token in spec.sampling.get("stop_token_ids", ()):
-        if not 0 <= token < vocabulary:
-            return invalid("sampling.stop_token_ids", f"token id {token} is outside the vocabulary of {vocabulary}")
+            return invalid(
+                "prompt", f"token id {int(ids[where])} at position {where} is outside the vocabulary of {vocabulary}"
+            )
+    for name in ("stop_token_ids", "logit_bias"):
+        for token in spec.sampling.get(name, ()):
+            if not 0 <= int(token) < vocabulary:
+                return invalid(f"sampling.{name}", f"token id {token} is outside the vocabulary of {vocabulary}")
     return None
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import zlib
 
 import numpy as np
+
 from rolloutd.scheduler import queueing
 from rolloutd.scheduler.actions import Abort, Finished, GroupFinished
 from rolloutd.scheduler.group import Group
@@ -44,7 +45,7 @@ def enqueue(world: World, rollout: Rollout) -> None:
 
 def requeue(world: World, rollout: Rollout, why: str, *, keep: bool = True) -> None:
     """Back to the queue after an attempt; without `keep` the tokens written so far are dropped."""
-    if not keep or rollout.on_preempt is OnPreempt.RESTART:
+    if not keep or rollout.on_preempt is OnPreempt.RESTART or not rollout.resumable:
         rollout.pieces.clear()
         rollout.pieces_by.clear()
     if rollout.spec.text is not None and rollout.pieces and not rollout.pieces[0].prompt_token_bytes:
@@ -190,7 +191,9 @@ def finish(world: World, rollout: Rollout, outcome: Outcome, error: Refusal | No
     note_step(world, rollout)
     if error is None and outcome is not Outcome.COMPLETED:
         row = OUTCOMES[outcome]
-        error = Refusal(row.code, outcome.name, f"rollout {rollout.rollout_id!r}: {outcome.name.lower().replace('_', ' ')}")
+        error = Refusal(
+            row.code, outcome.name, f"rollout {rollout.rollout_id!r}: {outcome.name.lower().replace('_', ' ')}"
+        )
     rollout.result = _result(rollout, outcome, error, world.now)
     run.unfinished -= 1
     run.finished_by_class[rollout.rollout_class] += 1

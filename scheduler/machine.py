@@ -121,13 +121,13 @@ class Scheduler:
                 return self._on_known_run(event)
         return None
 
-    def _on_run(
-        self, event: ConfigureRun | AttachConsumer | SubmitRollouts | SetBudget | ReportStep
-    ) -> Refusal | None:
+    def _on_run(self, event: ConfigureRun | AttachConsumer | SubmitRollouts | SetBudget | ReportStep) -> Refusal | None:
         """Events that make their run on first use."""
         world = self._world
         if not event.run_id:
-            return Refusal(Code.INVALID_ARGUMENT, "INVALID_ARGUMENT", "run_id: is empty; name the run", (("run_id", "is empty"),))
+            return Refusal(
+                Code.INVALID_ARGUMENT, "INVALID_ARGUMENT", "run_id: is empty; name the run", (("run_id", "is empty"),)
+            )
         run = world.ensure_run(event.run_id)
         if isinstance(run, Refusal):
             return run

@@ -27,7 +27,18 @@ class Kept(NamedTuple):
 class Consumer:
     """One reader of a run's results."""
 
-    __slots__ = ("attached", "by_group", "by_rollout", "closing", "consumer_id", "cursor", "epoch", "kept", "size_bytes", "unfinished")
+    __slots__ = (
+        "attached",
+        "by_group",
+        "by_rollout",
+        "closing",
+        "consumer_id",
+        "cursor",
+        "epoch",
+        "kept",
+        "size_bytes",
+        "unfinished",
+    )
 
     def __init__(self, consumer_id: str) -> None:
         self.consumer_id = consumer_id

@@ -23,7 +23,13 @@ class Permit:
     __slots__ = ("engine", "kv_tokens", "ledger", "released", "rollout_class", "run_id", "task_type")
 
     def __init__(
-        self, engine: Engine, ledger: Ledger, run_id: str, rollout_class: RolloutClass, task_type: TaskType, kv_tokens: int
+        self,
+        engine: Engine,
+        ledger: Ledger,
+        run_id: str,
+        rollout_class: RolloutClass,
+        task_type: TaskType,
+        kv_tokens: int,
     ) -> None:
         self.engine = engine
         self.ledger = ledger

@@ -147,9 +147,7 @@ def _score_entry(
     """Score one entry on the engines worth looking at; returns OPEN when at least one would take it."""
     queueing.refresh_hits(world, entry)
     facts = queueing.entry_facts(world, entry)
-    fixed = sum(
-        term.sign * weights[term.weight] * clamp(term.score(facts)) for term in TERMS if not term.per_engine
-    )
+    fixed = sum(term.sign * weights[term.weight] * clamp(term.score(facts)) for term in TERMS if not term.per_engine)
     closed = Gate.NO_ENGINE
     open_to: list[tuple[Engine, int]] = []
     for engine in roomy:
@@ -162,6 +160,7 @@ def _score_entry(
         return closed
     hits = entry.hits
     facts.common_tokens = _common_hit(world, entry) if hits else 0
+    seen: list[Candidate] = []
     for engine, claim in _worth_scoring(world, open_to, hits):
         facts.hit_tokens = hits.get(engine.cache_key, 0)
         facts.dearness = dearness(entry, engine)
@@ -175,7 +174,8 @@ def _score_entry(
         if (score, tie) > (choice.score, choice.tie):
             choice.score, choice.tie = score, tie
             choice.entry, choice.engine, choice.claim = entry, engine, claim
-            choice.candidates.append(_candidate(engine, facts, score))
+            choice.candidates = seen
+        seen.append(_candidate(engine, facts, score))
     return Gate.OPEN
 
 
@@ -236,6 +236,8 @@ def engine_gate(world: World, entry: Entry, engine: Engine) -> tuple[Gate, int]:
         return Gate.NO_ENGINE, 0
     settings = world.config.budget
     claim = entry.claim_tokens(facts.page_tokens, settings.headroom_tokens)
+    if run.reserved_for is not None and run.reserved_for is not entry:
+        return Gate.RESERVED_FOR_LARGE, claim
     gate = run.ledger.kv_gate(claim)
     if gate is not Gate.OPEN:
         return gate, claim
@@ -272,7 +274,11 @@ def _spoils_tail(world: World, entry: Entry, engine: Engine) -> bool:
     if entry.rollout_class is RolloutClass.CRITICAL or entry.short or not engine.critical_used:
         return False
     run = entry.run
-    if run.ledger.class_queued[RolloutClass.CRITICAL] or run.pressure(world.now) < 1.0:
+    if run.pressure(world.now) < 1.0 or any(
+        backlog.count
+        for (_, rollout_class, short), backlog in run.backlogs.items()
+        if rollout_class is RolloutClass.CRITICAL and not short
+    ):
         return False
     policy = world.config.policy
     fill = run.phase.between(policy.cold_start_tail_fill, policy.stable_tail_fill)
@@ -280,11 +286,22 @@ def _spoils_tail(world: World, entry: Entry, engine: Engine) -> bool:
 
 
 def _note_blocked(world: World, entry: Entry, gate: Gate) -> None:
-    """A rollout too large for any gap gets one engine's room kept for it after a while, so that it cannot starve."""
-    if gate not in (Gate.ENGINE_KV, Gate.PRESSURE):
+    """A rollout too large for any gap gets what frees up kept for it after a while, so that it cannot starve.
+
+    Too large for an engine: one engine's room. Too large for the budget's gaps: the run's KV tokens.
+    """
+    if gate not in (Gate.ENGINE_KV, Gate.PRESSURE, Gate.CEILING_KV):
         return
     if entry.blocked_since is None:
         entry.blocked_since = world.now
+    elif gate is Gate.CEILING_KV:
+        run = entry.run
+        limit = run.ledger.budget.max_kv_tokens
+        page = world.config.index.page_tokens
+        claim = entry.claim_tokens(page, world.config.budget.headroom_tokens)
+        waited = world.now - entry.blocked_since >= world.config.queue.large_reserve_seconds
+        if waited and run.reserved_for is None and limit is not None and claim <= limit:
+            run.reserved_for = entry
     elif world.now - entry.blocked_since >= world.config.queue.large_reserve_seconds:
         engines = [
             engine
@@ -300,7 +317,7 @@ def _dispatch(world: World, entry: Entry, engine: Engine, choice: _Choice, batch
     run = entry.run
     rollout = entry.members[0]
     expected = entry.expected_tokens
-    predicted = entry.hits.get(engine.cache_key, 0)
+    predicted = min(entry.hits.get(engine.cache_key, 0), most_cacheable(entry.prompt_tokens, engine.facts.page_tokens))
     token_bytes, text = entry.token_bytes, entry.text
     queueing.take(world, rollout)
     permit = Permit(engine, run.ledger, run.run_id, rollout.rollout_class, rollout.task_type, choice.claim)
@@ -316,8 +333,7 @@ def _dispatch(world: World, entry: Entry, engine: Engine, choice: _Choice, batch
     world.attempts[attempt.attempt_id] = attempt
     engine.attempts[attempt.attempt_id] = attempt
     engine.note_dispatch(world.config.executor)
-    if engine.reserved_for is entry:
-        engine.reserved_for = None
+    queueing.release_reservations(world, entry)
     entry.blocked_since = None
     rollout.move(RolloutState.DISPATCHED, world.now, f"to {engine.engine_id} in batch {batch_id}")
     arm_timer(world, rollout)
@@ -342,6 +358,8 @@ def _dispatch(world: World, entry: Entry, engine: Engine, choice: _Choice, batch
     sampling = dict(spec.sampling)
     if spec.seeds:
         sampling["sampling_seed"] = spec.seeds[rollout.sample_index]
+    if rollout.pieces and sampling.get("min_new_tokens"):
+        sampling["min_new_tokens"] = max(0, sampling["min_new_tokens"] - rollout.kept_tokens)
     world.emit(
         Dispatch(
             attempt_id=attempt.attempt_id,
@@ -361,6 +379,11 @@ def _dispatch(world: World, entry: Entry, engine: Engine, choice: _Choice, batch
     )
 
 
+def most_cacheable(prompt_tokens: int, page_tokens: int) -> int:
+    """Tokens of a prompt that an engine can serve from cache: whole pages, and at least one token is always computed."""
+    return max(0, prompt_tokens - 1) // page_tokens * page_tokens
+
+
 def _hold_siblings(world: World, entry: Entry, leader: Attempt, predicted: int) -> None:
     """Leader first: those that share its prompt wait for its first token, unless the prompt is cached there or too short."""
     if not entry.members or entry.text is not None:
@@ -372,5 +395,8 @@ def _hold_siblings(world: World, entry: Entry, leader: Attempt, predicted: int) 
     queueing.hold(world, entry, Gate.HELD_FOR_LEADER, settings.leader_timeout_seconds)
     entry.leader_id = leader.attempt_id
     world.decide(
-        DecisionKind.HELD, entry.members[0], f"leader {leader.rollout.rollout_id} computes the prompt", gate=Gate.HELD_FOR_LEADER
+        DecisionKind.HELD,
+        entry.members[0],
+        f"leader {leader.rollout.rollout_id} computes the prompt",
+        gate=Gate.HELD_FOR_LEADER,
     )

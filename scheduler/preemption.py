@@ -41,7 +41,7 @@ def make_room(world: World, turn: Turn, gate: Gate) -> None:
     if not settings.enabled or turn.rollout_class is not RolloutClass.CRITICAL or gate not in CURABLE:
         return
     oldest = turn.backlog.oldest()
-    if oldest is None:
+    if oldest is None or not any(sum(other.ledger.class_running[1:]) for other in world.runs.values()):
         return
     pool = oldest.pool
     first = oldest.members[0]

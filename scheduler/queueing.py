@@ -80,10 +80,17 @@ def take(world: World, rollout: Rollout) -> Entry:
         del run.entries[entry.key]
         world.timers.cancel(entry.hold_timer)
         entry.hold_timer = None
-        for engine in world.engines.values():
-            if engine.reserved_for is entry:
-                engine.reserved_for = None
+        release_reservations(world, entry)
     return entry
+
+
+def release_reservations(world: World, entry: Entry) -> None:
+    """The entry no longer waits for room that was kept for it."""
+    if entry.run.reserved_for is entry:
+        entry.run.reserved_for = None
+    for engine in world.engines.values():
+        if engine.reserved_for is entry:
+            engine.reserved_for = None
 
 
 def full_prompt(rollout: Rollout) -> tuple[bytes, str | None]:
@@ -196,9 +203,7 @@ def entry_facts(world: World, entry: Entry) -> Facts:
     facts.expected_seconds = entry.expected_tokens * pool_token_seconds(world, run, entry.pool)
     facts.waited_seconds = world.now - entry.queued_at
     facts.aging_seconds = world.config.queue.aging_seconds
-    facts.slack_seconds = (
-        None if entry.deadline_at is None else entry.deadline_at - world.now - facts.expected_seconds
-    )
+    facts.slack_seconds = None if entry.deadline_at is None else entry.deadline_at - world.now - facts.expected_seconds
     step = entry.members[0].needed_by_step
     facts.steps_away = None if step is None else step - run.step
     facts.stratum_share = run.mix.dispatched_share(entry.stratum)

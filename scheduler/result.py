@@ -95,6 +95,7 @@ class RolloutResult:
         """What keeping this result costs, for the bound on undelivered results."""
         return (
             512
+            + 4 * self.prompt_tokens  # the rollout's record keeps its prompt until the result is acknowledged
             + len(self.token_bytes)
             + len(self.logprob_bytes)
             + len(self.prompt_token_bytes)

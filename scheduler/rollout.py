@@ -26,6 +26,16 @@ if TYPE_CHECKING:
     from rolloutd.scheduler.timers import Timer
 
 STORY_ENTRIES = 48
+STATEFUL_SAMPLING = (
+    "json_schema",
+    "regex",
+    "ebnf",
+    "structural_tag",
+    "frequency_penalty",
+    "presence_penalty",
+    "stop",
+    "stop_regex",
+)
 
 
 class IllegalMove(AssertionError):
@@ -55,7 +65,14 @@ class Attempt:
     )
 
     def __init__(
-        self, attempt_id: str, rollout: Rollout, engine: Engine, permit: Permit, batch_id: int, now: float, token_bytes: bytes
+        self,
+        attempt_id: str,
+        rollout: Rollout,
+        engine: Engine,
+        permit: Permit,
+        batch_id: int,
+        now: float,
+        token_bytes: bytes,
     ) -> None:
         self.attempt_id = attempt_id
         self.rollout = rollout
@@ -166,6 +183,14 @@ class Rollout:
     @property
     def on_preempt(self) -> OnPreempt:
         return self.spec.on_preempt if self.spec.on_preempt is not None else self.run.settings.on_preempt
+
+    @property
+    def resumable(self) -> bool:
+        """Whether going on from prompt + partial gives what an uninterrupted attempt would have given.
+
+        Not so where the engine keeps state over the output alone: grammars, penalties, stop strings across the cut.
+        """
+        return not any(self.spec.sampling.get(name) for name in STATEFUL_SAMPLING)
 
     @property
     def kept_tokens(self) -> int:

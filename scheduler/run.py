@@ -58,6 +58,7 @@ class Run:
         "phase",
         "queued_bytes",
         "report",
+        "reserved_for",
         "rollouts",
         "run_id",
         "settings",
@@ -97,6 +98,7 @@ class Run:
         self.kind_streak = 0  # > 0: short dispatches in a row, < 0: long ones
         self.short_seen_at: float | None = None
         self.no_capacity_since: float | None = None
+        self.reserved_for: Entry | None = None  # too large for the budget's gaps: keep what frees up for it
         self.undelivered_bytes = 0
         self.undelivered_results = 0
         self.finished_samples = 0

@@ -37,9 +37,13 @@ def run_view(world: World, run: Run, now: float) -> RunView:
         phase_blend=run.phase.blend,
         settings=run.settings,
         classes={
-            one: Counts(ledger.class_queued[one], ledger.class_running[one], run.finished_by_class[one]) for one in RolloutClass
+            one: Counts(ledger.class_queued[one], ledger.class_running[one], run.finished_by_class[one])
+            for one in RolloutClass
         },
-        tasks={one: Counts(ledger.task_queued[one], ledger.task_running[one], run.finished_by_task[one]) for one in TaskType},
+        tasks={
+            one: Counts(ledger.task_queued[one], ledger.task_running[one], run.finished_by_task[one])
+            for one in TaskType
+        },
         budget=ledger.budget,
         budget_is_default=ledger.budget is world.config.budget.default,
         budget_lease_remaining_seconds=max(0.0, lease.due - now) if lease is not None else 0.0,
@@ -83,7 +87,16 @@ def rollout_view(rollout: Rollout, now: float) -> RolloutView:
         state=rollout.state,
         rollout_class=rollout.rollout_class,
         task_type=rollout.task_type,
+        pool=rollout.spec.pool,
+        sample_index=rollout.sample_index,
+        session_id=rollout.spec.session_id,
+        turn=rollout.spec.turn,
+        parent_rollout_id=rollout.spec.parent_rollout_id,
         stratum=rollout.spec.stratum,
+        origin=rollout.spec.origin,
+        needed_by_step=rollout.needed_by_step,
+        max_new_tokens=rollout.max_new_tokens,
+        batch_id=rollout.last_batch_id,
         consumer_id=rollout.consumer_id,
         engine_id=attempt.engine.engine_id if attempt is not None else "",
         attempts=rollout.attempts,
@@ -134,6 +147,8 @@ def engine_view(world: World, engine: Engine) -> EngineView:
         generated_tokens=engine.generated_tokens,
         prefill_tokens_per_second=engine.prefill_tokens_per_second,
         decode_seconds_per_token=engine.decode_seconds_per_token,
+        reported_rollouts=engine.reported_rollouts,
+        tokens_per_second=engine.tokens_per_second,
         ghosts=engine.ghosts,
     )
 

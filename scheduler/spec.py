@@ -79,7 +79,9 @@ class RunSettings:
     queue_ttl_seconds: float = 0.0  # 0: scheduler.queue_ttl_seconds
     max_attempts: int = 0  # 0: executor.max_attempts
     on_preempt: OnPreempt = OnPreempt.KEEP_PARTIAL
-    target_mix: Mapping[str, float] = field(default_factory=dict)  # stratum -> share; empty: equal shares of strata seen
+    target_mix: Mapping[str, float] = field(
+        default_factory=dict
+    )  # stratum -> share; empty: equal shares of strata seen
     cancel_on_disconnect: bool = False
     disconnect_grace_seconds: float = 0.0
     max_undelivered_bytes: int = 0  # 0: delivery.max_undelivered_bytes

@@ -80,7 +80,9 @@ def _set_deadline(world: World, rollout: Rollout, seconds: float) -> None:
     lifecycle.arm_timer(world, rollout)
     entry = rollout.entry
     if entry is not None and entry.backlog is not None and not entry.held:
-        entry.backlog.hold(entry, world.next_sequence(), Gate.HELD_FOR_PREFIX)  # leave the old lane before the key changes
+        entry.backlog.hold(
+            entry, world.next_sequence(), Gate.HELD_FOR_PREFIX
+        )  # leave the old lane before the key changes
         entry.deadline_at = rollout.deadline_at
         queueing.order(world, entry)
 

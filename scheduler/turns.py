@@ -46,7 +46,11 @@ def next_turn(world: World, pool: str, blocked: set[tuple[str, RolloutClass, boo
 def charge(world: World, run: Run, pool: str, expected_tokens: float, short: bool) -> None:
     """A turn was used: advance the run's virtual time and its counters."""
     floor = min(
-        (other.virtual_tokens[pool] for other in world.runs.values() if other.ledger.queued and pool in other.virtual_tokens),
+        (
+            other.virtual_tokens[pool]
+            for other in world.runs.values()
+            if other.ledger.queued and pool in other.virtual_tokens
+        ),
         default=0.0,
     )
     start = max(run.virtual_tokens.get(pool, 0.0), floor if pool not in run.virtual_tokens else 0.0)
@@ -80,23 +84,15 @@ def _run_order(run: Run, pool: str) -> tuple[bool, float, str]:
 
 
 def _kind_turn(world: World, run: Run, turns: list[Turn]) -> list[Turn]:
-    """Short work first, until its quantum is used up while long work waits, and the other way round."""
+    """Short work first; after its quantum, or inside the quantum of long work, long work: neither blocks the other."""
     settings = world.config.queue
     short = [turn for turn in turns if turn.short]
     long = [turn for turn in turns if not turn.short]
     if not short or not long:
         return turns
-    if run.kind_streak >= settings.short_quantum:
+    if run.kind_streak >= settings.short_quantum or -settings.long_quantum < run.kind_streak < 0:
         return long
-    if -settings.long_quantum < run.kind_streak < 0:
-        # Long work is inside its quantum, but short work has slots of its own: look at it first unless it just had its turn.
-        return short if _short_first(run, long) else long
     return short
-
-
-def _short_first(run: Run, long: list[Turn]) -> bool:
-    """Within a long quantum short work still goes first unless the long work is owed a floor."""
-    return not any(run.ledger.class_owed(turn.rollout_class) for turn in long)
 
 
 def _class_turn(world: World, run: Run, turns: list[Turn]) -> Turn:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from rolloutd.scheduler.result import RolloutResult
 from rolloutd.scheduler.spec import Budget, RunSettings
-from rolloutd.scheduler.states import Gate, RolloutClass, RolloutState, TaskType, TrainerState
+from rolloutd.scheduler.states import Gate, Origin, RolloutClass, RolloutState, TaskType, TrainerState
 
 
 class Phase(enum.IntEnum):
@@ -106,7 +106,16 @@ class RolloutView:
     state: RolloutState
     rollout_class: RolloutClass
     task_type: TaskType
+    pool: str
+    sample_index: int
+    session_id: str
+    turn: int
+    parent_rollout_id: str
     stratum: str
+    origin: Origin
+    needed_by_step: int | None
+    max_new_tokens: int
+    batch_id: int
     consumer_id: str
     engine_id: str
     attempts: int
@@ -145,6 +154,8 @@ class EngineView:
     generated_tokens: int
     prefill_tokens_per_second: float
     decode_seconds_per_token: float  # of one sequence at the batch it ran in
+    reported_rollouts: int  # running and waiting there, in the last report
+    tokens_per_second: float  # generation, in the last report
     ghosts: int  # running there beyond what we dispatched, in the last report
 
 

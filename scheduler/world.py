@@ -133,7 +133,9 @@ class World:
         return sum(
             engine.facts.slots
             for engine in self.engines.values()
-            if not engine.lost and not engine.draining and (not engine.facts.run_id or engine.facts.run_id == run.run_id)
+            if not engine.lost
+            and not engine.draining
+            and (not engine.facts.run_id or engine.facts.run_id == run.run_id)
         )
 
     # runs --------------------------------------------------------------------------------------------------------------

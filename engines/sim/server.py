@@ -29,6 +29,7 @@ import msgspec
 import orjson
 import uvloop
 from aiohttp import web
+
 from rolloutd.engines.sim.config import QUEUE_FULL, MachineConfig
 from rolloutd.engines.sim.control_routes import ControlRoutes
 from rolloutd.engines.sim.driver import Driver, Live
@@ -52,8 +53,8 @@ logger = logging.getLogger(__name__)
 BAD_TOKEN_STATUS = 131  # 128 + SIGQUIT, the signal with which a real server kills its own process tree
 BAD_TOKEN_SILENCE_SECONDS = 5.0
 PLAIN_HANG_UP_SECONDS = 4.0  # SGLANG_REQUEST_STATE_WAIT_TIMEOUT
+STREAM_CLEAN_UP_SECONDS = 2.0
 KEEP_ALIVE_SECONDS = 5.0  # SGLANG_TIMEOUT_KEEP_ALIVE
-DRAIN_POLL_SECONDS = 5.0
 _MAX_BODY_BYTES = 64 << 20
 _DONE = b"data: [DONE]\n\n"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -184,6 +185,9 @@ class SimServer:
                 if live.answers.finish_reason is not None:
                     break
             await response.write(_DONE)
+            # SGLang's clean-up task aborts whatever is live under the rid by then: never reuse one.
+            delay = STREAM_CLEAN_UP_SECONDS / self.driver.time_scale
+            asyncio.get_running_loop().call_later(delay, self.driver.abort, live.request.sim.rid)
             return response
         finally:
             self.driver.hang_up(live)  # does nothing after a normal end
@@ -231,8 +235,7 @@ class SimServer:
     async def drain(self) -> None:
         """SIGTERM: not ready any more, still serving; returns when no request is left."""
         self.state.stopping = True
-        while self.driver.live:
-            await asyncio.sleep(DRAIN_POLL_SECONDS / self.driver.time_scale)
+        await self.driver.until_idle()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -311,7 +314,11 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"error: {error}")
         return 2
-    uvloop.run(serve(args, started))
+    try:
+        uvloop.run(serve(args, started))
+    except OSError as error:
+        print(f"error: cannot listen on {args.host}:{args.port}: {error}")
+        return 1
     return 0
 
 

@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 
 import orjson
 from aiohttp import web
+
 from rolloutd.engines.sim.driver import Driver
 from rolloutd.engines.sim.faults import FaultBoard
 
@@ -40,7 +41,14 @@ class StateRoutes:
     """Handlers; `stopping` turns readiness off."""
 
     def __init__(
-        self, driver: Driver, faults: FaultBoard, model_path: str, host: str, port: int, process_seed: int, startup_seconds: float
+        self,
+        driver: Driver,
+        faults: FaultBoard,
+        model_path: str,
+        host: str,
+        port: int,
+        process_seed: int,
+        startup_seconds: float,
     ) -> None:
         self._driver = driver
         self._faults = faults

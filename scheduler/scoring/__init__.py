@@ -43,4 +43,6 @@ def clamp(value: float) -> float:
 
 def static_key(facts: Facts, queued_at: float, deadline_at: float | None, weights: Mapping[str, float]) -> float:
     """The part of minus the score that does not move relative to other entries of the same lane; lower goes first."""
-    return weights["waiting"] * waiting.static(queued_at, facts) + weights["critical"] * urgency.static(deadline_at, facts)
+    return weights["waiting"] * waiting.static(queued_at, facts) + weights["critical"] * urgency.static(
+        deadline_at, facts
+    )

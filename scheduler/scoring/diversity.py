@@ -1,6 +1,6 @@
 """Diversity of the data: how far this stratum is below its target share of what was dispatched lately.
 
-    diversity = (target - share) / target, 0 at or above the target
+diversity = (target - share) / target, 0 at or above the target
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 import json
 
 import pytest
+
 from rolloutd.bench.metrics import (
     RolloutRecord,
     StepRecord,

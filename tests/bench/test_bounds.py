@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from rolloutd.bench.bounds import Bound, EngineShape, bound, bound_of_lengths
 from rolloutd.bench.ceiling import cacheable_prefix_tokens
 from rolloutd.bench.lengths import Tokens

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from rolloutd.bench.ceiling import (
     cacheable_prefix_tokens,
     group_hit_ceiling,

@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+
 from rolloutd.bench.lengths import BETWEEN_PROMPTS_SHARE, LogNormal, Tokens
 
 WIDE = LogNormal(7.056, 0.988, 1, 10**9)

@@ -3,6 +3,7 @@ import json
 from dataclasses import replace
 
 import pytest
+
 from rolloutd.bench.metrics import RolloutRecord, StepRecord, summarise
 from rolloutd.bench.report import json_line, print_report
 from rolloutd.bench.workload import Kind

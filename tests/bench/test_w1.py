@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+
 from rolloutd.bench.w1 import AGENT, ESSAY, MATH, REWARD, SMALL_DEMO, demo_step, w1
 from rolloutd.bench.workload import (
     FIRST_TOKEN_ID,

@@ -18,7 +18,10 @@ from rolloutd.scheduler.index_naive import NaivePrefixIndex
 CHUNK_TOKENS = 8  # half a page of 16: prompts part inside pages as well as between them
 ENGINES = [f"engine-{number}/0" for number in range(5)]
 NAMESPACES = [
-    Namespace(owner, model, "", version, "") for owner in ("run", "pool") for model in ("m", "n") for version in range(4)
+    Namespace(owner, model, "", version, "")
+    for owner in ("run", "pool")
+    for model in ("m", "n")
+    for version in range(4)
 ]
 
 prompts = st.lists(st.sampled_from([1, 1, 1, 2, 3]), max_size=24).map(
