@@ -1,9 +1,9 @@
 """What every RPC handler does around its own work.
 
 Invariants
-- A handler whose task is cancelled ends its RPC with a status. gRPC takes a cancelled handler for a call that is gone and
-  would leave the client of a living one waiting for ever (grpc#29248); where the call is gone, the status goes nowhere,
-  and of the three ways to end such a handler this one keeps memory flattest (grpc#43360).
+- A handler whose task is cancelled ends its RPC with a status. gRPC takes a cancelled handler for a call that is gone
+  and would leave the client of a living one waiting for ever (grpc#29248); where the call is gone, the status goes
+  nowhere, and of the three ways to end such a handler this one keeps memory flattest (grpc#43360).
 - A refusal ends the RPC with its status and details; any other exception is a bug: logged with its trace, INTERNAL
   outside.
 

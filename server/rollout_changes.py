@@ -1,4 +1,4 @@
-"""Finding and changing rollouts by the id a caller knows: a rollout's own, or that of a submission with several samples.
+"""Finding and changing rollouts by the id a caller knows: a rollout's own, or that of a submission with samples.
 
 Invariants
 - What cannot be changed is refused with the reason; the core itself passes over ids that it does not know.

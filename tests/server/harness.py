@@ -195,3 +195,10 @@ async def refused(call: Any) -> Details:
     except grpc.aio.AioRpcError as error:
         return Details(error)
     raise AssertionError(f"expected a refusal, got {answer}")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition that no event announces."""
+    async with asyncio.timeout(WAIT_SECONDS):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)

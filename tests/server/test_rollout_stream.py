@@ -29,7 +29,7 @@ from rolloutd.v1 import (
     RunConfig,
 )
 from tests.server.fake_door import FakeDoor
-from tests.server.harness import WAIT_SECONDS, Stream, refused, running_server, submission
+from tests.server.harness import WAIT_SECONDS, Stream, refused, running_server, submission, until
 
 
 async def test_a_batch_goes_through_to_the_engine_and_back() -> None:
@@ -234,7 +234,7 @@ async def test_a_cancelled_stream_keeps_its_work_by_default() -> None:
         async with rig.stream() as stream:
             await stream.submit(submission("r"))
             (request,) = await rig.door.wait_running(1)
-        await _until(lambda: rig.server.loop.connected_consumers("run") == 0)
+        await until(lambda: rig.server.loop.connected_consumers("run") == 0)
         rig.door.finish(request)
         async with rig.stream() as again:
             assert (await again.next("finished")).rollout_id == "r"
@@ -351,11 +351,3 @@ async def test_get_rollout_knows_it_until_it_is_acknowledged() -> None:
         assert await stream.event() is None
         gone = await refused(rig.rollouts.GetRollout(GetRolloutRequest(run_id="run", rollout_id="r")))
         assert gone.code is grpc.StatusCode.NOT_FOUND
-
-
-async def _until(condition: object) -> None:
-    """Wait for a condition that no event announces."""
-    assert callable(condition)
-    async with asyncio.timeout(WAIT_SECONDS):
-        while not condition():
-            await asyncio.sleep(0.005)
