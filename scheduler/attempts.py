@@ -228,7 +228,4 @@ def _fault(world: World, rollout: Rollout, message: str) -> None:
 def _retry(world: World, rollout: Rollout, message: str) -> None:
     world.retried_total += 1
     world.decide(DecisionKind.RETRIED, rollout, message, gate=Gate.OPEN)
-    if world.shutting_down:
-        lifecycle.finish(world, rollout, Outcome.SHUTDOWN)
-        return
     lifecycle.requeue(world, rollout, message, keep=rollout.on_preempt is not OnPreempt.RESTART)

@@ -44,7 +44,10 @@ def enqueue(world: World, rollout: Rollout) -> None:
 
 
 def requeue(world: World, rollout: Rollout, why: str, *, keep: bool = True) -> None:
-    """Back to the queue after an attempt; without `keep` the tokens written so far are dropped."""
+    """Back to the queue after an attempt; without `keep` the tokens written so far are dropped. At shutdown it ends."""
+    if world.shutting_down:
+        finish(world, rollout, Outcome.SHUTDOWN)
+        return
     if not keep or rollout.on_preempt is OnPreempt.RESTART or not rollout.resumable:
         rollout.pieces.clear()
         rollout.pieces_by.clear()
