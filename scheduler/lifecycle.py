@@ -254,6 +254,9 @@ def _result(rollout: Rollout, outcome: Outcome, error: Refusal | None, now: floa
         offset += tokens
     logprobs = b"".join(piece.logprob_bytes for piece in pieces)
     generated = offset
+    finish_reason = last.finish_reason if last is not None else "abort"
+    if finish_reason == "abort" and outcome is Outcome.COMPLETED:
+        finish_reason = "length"  # stopped by us after its last token
     first_cached = pieces[0].cached_tokens if pieces else 0
     return RolloutResult(
         run_id=rollout.run.run_id,
@@ -274,7 +277,7 @@ def _result(rollout: Rollout, outcome: Outcome, error: Refusal | None, now: floa
         text="".join(piece.text for piece in pieces),
         prompt_token_bytes=pieces[0].prompt_token_bytes if pieces else b"",
         prompt_logprob_bytes=pieces[0].prompt_logprob_bytes if pieces else b"",
-        finish_reason=last.finish_reason if last is not None else "abort",
+        finish_reason=finish_reason,
         matched_stop=last.matched_stop if last is not None else None,
         spans=tuple(spans),
         engine_id=rollout.pieces_by[-1][0] if rollout.pieces_by else "",

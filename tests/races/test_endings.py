@@ -22,7 +22,7 @@ from rolloutd.scheduler.events import (
     UpdateRollouts,
 )
 from rolloutd.scheduler.spec import RolloutUpdate
-from rolloutd.scheduler.states import AbortReason, Code, FaultKind, OnPreempt, Outcome, RolloutState
+from rolloutd.scheduler.states import AbortReason, Code, FaultKind, OnPreempt, Outcome, RolloutState, TaskType
 from tests.scheduler.kit import BACKGROUND, CONSUMER, REUSABLE, RUN, Bench, config, engine, spec
 
 SETTINGS = config(executor={"max_attempts": 1})
@@ -256,6 +256,37 @@ def test_a_budget_interruption_that_crosses_a_natural_end_is_completed() -> None
     bench.finish("a", 16, "length")
     assert bench.outcome("a") is Outcome.COMPLETED
     bench.quiet()
+
+
+def test_an_interruption_that_arrives_after_the_last_token_completes_with_length() -> None:
+    bench = Bench(engine())
+    bench.run(spec("a"))
+    bench.budget(max_rollouts=0)
+    bench.stopped("a", 16)
+    result = bench.result("a")
+    assert (result.outcome, result.finish_reason, result.complete) == (Outcome.COMPLETED, "length", True)
+
+
+def test_a_fault_after_the_last_token_completes_and_never_asks_for_zero_tokens() -> None:
+    bench = Bench(engine())
+    bench.run(spec("a"))
+    bench.fail("a", FaultKind.BROKEN, 16)
+    bench.tick()
+    assert [one.max_new_tokens for one in bench.dispatched] == [16]
+    result = bench.result("a")
+    assert (result.outcome, result.finish_reason, result.generated_tokens) == (Outcome.COMPLETED, "length", 16)
+    bench.quiet()
+
+
+def test_a_preempted_replay_is_not_completed_without_its_log_probs() -> None:
+    bench = Bench(engine(slots=1))
+    bench.submit(spec("a", rollout_class=BACKGROUND, task_type=TaskType.REPLAY))
+    bench.tick()
+    bench.now += 3.0
+    bench.submit(spec("urgent"))
+    bench.tick()
+    bench.stopped("a")
+    assert bench.state("a") is RolloutState.QUEUED
 
 
 def test_a_restarting_rollout_gives_up_its_tokens() -> None:
