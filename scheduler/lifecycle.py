@@ -169,6 +169,7 @@ def close_attempt(world: World, attempt: Attempt, piece: Piece | None) -> None:
     attempt.engine.attempts.pop(attempt.attempt_id, None)
     rollout.attempt = None
     rollout.running_seconds += now - attempt.dispatched_at
+    rollout.ttl_at += now - attempt.dispatched_at  # the limit is on waiting, and that was not waiting
     for entry in world.computing.end(attempt.stems):
         queueing.wake(world, entry)
     attempt.stems = ()

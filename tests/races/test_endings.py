@@ -320,6 +320,20 @@ def test_an_interruption_that_ends_during_shutdown_ends_the_rollout(interruption
     bench.quiet()
 
 
+def test_a_rollout_that_ran_longer_than_its_queue_ttl_still_gets_to_wait() -> None:
+    bench = Bench(engine(slots=1))
+    bench.run(spec("a", queue_ttl_seconds=10.0))
+    bench.pass_time(60.0)
+    bench.budget(max_rollouts=0)
+    bench.stopped("a", 5)
+    bench.pass_time(8.0)
+    assert bench.state("a") is RolloutState.QUEUED, "time on the engine is not time in the queue"
+    bench.pass_time(4.0)
+    assert bench.outcome("a") is Outcome.QUEUE_TIMEOUT
+    error = bench.result("a").error
+    assert error is not None and "waited 10.0 s" in error.message
+
+
 # reports that come late, twice, or not at all
 
 
