@@ -19,6 +19,7 @@ from rolloutd.scheduler.events import (
     EndRun,
     JoinEngine,
     LoseEngine,
+    RemoveEngine,
     UpdateRollouts,
 )
 from rolloutd.scheduler.spec import RolloutUpdate
@@ -416,6 +417,14 @@ def test_an_engine_that_restarts_while_it_aborts_ends_the_abort() -> None:
     assert bench.outcome("a") is Outcome.CANCELLED
     assert bench.state("b") is RolloutState.QUEUED
     assert [one.rollout_id for one in bench.tick()] == ["b"]
+
+
+def test_a_removed_engine_is_forgotten_when_its_last_abort_went_unanswered() -> None:
+    bench = Bench(engine(), engine("e1"))
+    bench.run(spec("a"), spec("b"), spec("c"))
+    bench.do(RemoveEngine("e0"))
+    bench.pass_time(11.0)
+    assert [one.engine_id for one in bench.core.engine_views()] == ["e1"]
 
 
 def test_a_lost_engine_keeps_its_attempts_until_they_report() -> None:
