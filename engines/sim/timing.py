@@ -1,0 +1,58 @@
+"""How long a simulated engine's forward passes take.
+
+Invariants
+- Times are simulated seconds; the same model serves the engine process and the virtual-time benches.
+- A prefill pass stalls decode for its whole length, and no pass is shorter than the decode pass of as many sequences.
+
+What this module does not know: queues, memory, wall time.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Curve = Literal["flat", "steep"]
+CURVES: tuple[str, ...] = get_args(Curve)
+
+# Decode step of b sequences. Flat: memory-bound, a whole batch costs little more than one sequence; steep: each further
+# sequence is felt. Both are the curves the workload notes of this project are computed with.
+FLAT_BASE_SECONDS = 0.007
+FLAT_PER_SEQUENCE_SECONDS = 0.000045
+STEEP_BASE_SECONDS = 0.006
+STEEP_ROOT_FACTOR = 0.35
+PREFILL_TOKENS_PER_SECOND = 20_000.0
+
+
+@dataclass(frozen=True, slots=True)
+class TimingModel:
+    """Curve and prefill speed of one engine.
+
+    slowdown: factor on every pass; above 1 is a slow engine.
+    """
+
+    curve: Curve = "flat"
+    prefill_tokens_per_second: float = PREFILL_TOKENS_PER_SECOND
+    slowdown: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.curve not in CURVES:
+            raise ValueError(f"curve: {self.curve!r} is not one of {', '.join(CURVES)}")
+        if not (math.isfinite(self.prefill_tokens_per_second) and self.prefill_tokens_per_second > 0):
+            raise ValueError(f"prefill_tokens_per_second: {self.prefill_tokens_per_second} must be above 0")
+        if not (math.isfinite(self.slowdown) and self.slowdown > 0):
+            raise ValueError(f"slowdown: {self.slowdown} must be above 0")
+
+    def decode_step_seconds(self, sequences: int) -> float:
+        """One token for each of `sequences` running sequences (tau)."""
+        if self.curve == "flat":
+            seconds = FLAT_BASE_SECONDS + FLAT_PER_SEQUENCE_SECONDS * sequences
+        else:
+            seconds = STEEP_BASE_SECONDS * (1.0 + STEEP_ROOT_FACTOR * math.sqrt(sequences))
+        return seconds * self.slowdown
+
+    def prefill_seconds(self, uncached_tokens: int, sequences: int) -> float:
+        """One prefill pass over `uncached_tokens` of `sequences` sequences; it also yields their first token."""
+        compute = uncached_tokens / self.prefill_tokens_per_second * self.slowdown
+        return max(compute, self.decode_step_seconds(sequences))
