@@ -57,7 +57,14 @@ class MachineConfig:
     write_tokens: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("slots", "kv_tokens", "page_size_tokens", "context_tokens", "max_prefill_tokens", "stream_interval"):
+        for name in (
+            "slots",
+            "kv_tokens",
+            "page_size_tokens",
+            "context_tokens",
+            "max_prefill_tokens",
+            "stream_interval",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: {getattr(self, name)} must be at least 1")
         if self.kv_tokens < self.page_size_tokens * 2:

@@ -33,7 +33,7 @@ PAUSE_POLL_SECONDS = 1.0
 class Live:
     """A request in flight: its answers and a bell for its handler."""
 
-    __slots__ = ("abort_sent", "answers", "arrived", "bell", "news", "request")
+    __slots__ = ("abort_sent", "answers", "arrived", "bell", "news", "request", "submitted")
 
     def __init__(self, request: Generate, answers: Answers, arrived: float) -> None:
         self.request = request
@@ -42,6 +42,7 @@ class Live:
         self.bell = asyncio.Event()
         self.news: list[Frame] = []
         self.abort_sent = False
+        self.submitted = False
 
     def push(self, frame: Frame) -> None:
         """From the driver."""
@@ -52,9 +53,14 @@ class Live:
         """Until there is news; moves it into the answers (frames merge when the caller lags)."""
         await self.bell.wait()
         self.bell.clear()
+        taken = 0
         for frame in self.news:
+            if frame.queued and taken:
+                self.bell.set()  # its odd form must not swallow news that came before it
+                break
             self.answers.add(frame)
-        self.news.clear()
+            taken += 1
+        del self.news[:taken]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +92,6 @@ class Driver:
         self._gate.set()
         self._gate_lock = asyncio.Lock()
         self._writer = asyncio.Lock()  # held by a weight update; new requests pass through it
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._loads_wall: float | None = None
         self._control_applied = asyncio.Event()
 
@@ -131,7 +135,7 @@ class Driver:
                 continue  # its client has hung up
             live.push(frame)
             if frame.finish_reason is not None:
-                self._forget(frame.rid)
+                del self.live[frame.rid]
         if self.machine.paused is None or not self.machine.pause_pending:
             self._control_applied.set()
         self._kick()
@@ -143,7 +147,6 @@ class Driver:
         rid = request.sim.rid
         live = Live(request, Answers(request, self.config, self.incremental), self._loop.time())
         self.live[rid] = live
-        self._idle.clear()
         return live
 
     async def submit(self, live: Live) -> None:
@@ -153,6 +156,7 @@ class Driver:
             async with self._writer:
                 if self._gate.is_set():
                     self.machine.submit(self.now(), live.request.sim)
+                    live.submitted = True
                     break
         self._kick()
 
@@ -160,7 +164,7 @@ class Driver:
         """The client left: abort, and drop what is still to come."""
         rid = live.request.sim.rid
         if self.live.get(rid) is live:
-            self._forget(rid)
+            del self.live[rid]
             self.machine.abort(self.now(), rid)
             self._kick()
 
@@ -178,14 +182,9 @@ class Driver:
         self.machine.abort_all(self.now())
         self._kick()
 
-    def _forget(self, rid: str) -> None:
-        del self.live[rid]
-        if not self.live:
-            self._idle.set()
-
-    def _in_machine(self) -> bool:
-        admitted, waiting = self.machine.live_rids()
-        return bool(admitted or waiting)
+    def _in_flight(self) -> bool:
+        """Requests past the gate whose callers still wait; a hung-up one does not count, as in SGLang."""
+        return any(live.submitted for live in self.live.values())
 
     # ---- control --------------------------------------------------------------------------------------------------
 
@@ -198,7 +197,7 @@ class Driver:
                 self.machine.pause(self.now(), mode)
                 self._kick()
                 return
-            while self._in_machine():
+            while self._in_flight():
                 self.abort_all()
                 await asyncio.sleep(PAUSE_POLL_SECONDS / self.time_scale)
 
@@ -241,7 +240,7 @@ class Driver:
             await self._pause_applied()
             return await self._load_weights(weight_version, flush, model_path)
         async with self._writer:
-            while self._in_machine():
+            while self._in_flight():
                 await asyncio.sleep(TICK_SECONDS)
             return await self._load_weights(weight_version, flush, model_path)
 

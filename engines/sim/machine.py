@@ -30,12 +30,10 @@ from rolloutd.engines.sim.config import (
     PauseMode,
     prompt_too_long,
 )
+from rolloutd.engines.sim.counters import NANO, Counters
 from rolloutd.engines.sim.pool import KvPool
 from rolloutd.engines.sim.request import Frame, LoadSnapshot, Sequence, SimRequest
 from rolloutd.engines.sim.tokens import LengthWriter, TokenWriter
-
-NANO = 1_000_000_000
-_RATE_WINDOW_NANO = NANO
 
 
 class SimMachine:
@@ -65,12 +63,7 @@ class SimMachine:
         self._batch_full = False
         self._aborting: list[Sequence] = []
         self._frozen: LoadSnapshot | None = None
-        self._generated = 0
-        self._prefilled = self._prefill_nano = self._cached = 0
-        self._finished = self._aborted = self._retracted = 0
-        self._last_batch = (0, 0)  # cached and computed tokens of the last prefill
-        self._rate = 0.0
-        self._rate_since = (0, 0)  # (time, generated) at the start of the rate window
+        self._counters = Counters()
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
@@ -190,28 +183,19 @@ class SimMachine:
         used = pool.owned_pages + growth + pool.cache.cached_pages - pool.cache.evictable_pages
         waiting = list(self._queue)
         uncached = sum(
-            s.request.prompt_tokens + s.produced - page * pool.cache.peek_pages(s.request.namespace, s.request.prompt, 1 << 62)
+            s.request.prompt_tokens
+            + s.produced
+            - page * pool.cache.peek_pages(s.request.namespace, s.request.prompt, 1 << 62)
             for s in waiting
         )
-        hit, computed = self._last_batch
-        return LoadSnapshot(
-            time_seconds=self._now / NANO,
-            running=len(self._running),
-            waiting=len(waiting),
-            used_tokens=used * page,
-            queued_tokens=uncached,
-            queued_total_tokens=sum(s.request.prompt_tokens + s.produced for s in waiting),
-            retracted_waiting=sum(s.retractions > 0 for s in waiting),
-            capacity_tokens=pool.capacity_pages * page,
-            generated_tokens_per_second=self._rate,
-            cache_hit_rate=hit / (hit + computed) if hit + computed else 0.0,
-            prefilled_tokens_total=self._prefilled,
-            prefill_busy_seconds_total=self._prefill_nano / NANO,
-            generated_tokens_total=self._generated_at(steps),
-            cached_tokens_total=self._cached,
-            finished_total=self._finished,
-            aborted_total=self._aborted,
-            retracted_total=self._retracted,
+        return self._counters.snapshot(
+            self._now,
+            self._generated_at(steps),
+            len(self._running),
+            waiting,
+            used * page,
+            uncached,
+            pool.capacity_pages * page,
         )
 
     def check(self) -> None:
@@ -272,7 +256,8 @@ class SimMachine:
         return sequence.produced
 
     def _generated_at(self, steps: int) -> int:
-        return self._generated + (steps - self._anchor_step) * len(self._running) if self._tau else self._generated
+        in_stretch = (steps - self._anchor_step) * len(self._running) if self._tau else 0
+        return self._counters.generated_tokens + in_stretch
 
     def _look_at_next_boundary(self) -> None:
         if self._attend is None:
@@ -306,7 +291,7 @@ class SimMachine:
         """Book the steps of the stretch that ends here."""
         steps = step - self._anchor_step
         self._pool.grow(self._anchor_step, steps)
-        self._generated += steps * len(self._running)
+        self._counters.generated_tokens += steps * len(self._running)
         self._ratio.decay(steps)
         self._tau = 0
         self._anchor_step = step
@@ -341,13 +326,8 @@ class SimMachine:
             self._attend = self._now + 1  # memory was made: try to admit after one step
 
     def _update_rate(self) -> None:
-        """Mean over windows of about a second of work; at rest the last value stays, as in SGLang."""
-        since, before = self._rate_since
-        elapsed, generated = self._now - since, self._generated_at(self._steps_done(self._now))
-        if elapsed >= _RATE_WINDOW_NANO or not self._running:
-            if generated > before and elapsed > 0:
-                self._rate = (generated - before) * NANO / elapsed
-            self._rate_since = (self._now, generated)
+        generated = self._generated_at(self._steps_done(self._now))
+        self._counters.update_rate(self._now, generated, bool(self._running))
 
     # ---- prefill --------------------------------------------------------------------------------------------------
 
@@ -356,7 +336,12 @@ class SimMachine:
         if self._batch_full or not len(self._queue):
             return False
         admitted, self._batch_full = select_prefill(
-            self._queue, self._pool, list(self._running.values()), free_slots, self.config.max_prefill_tokens, self._ratio
+            self._queue,
+            self._pool,
+            list(self._running.values()),
+            free_slots,
+            self.config.max_prefill_tokens,
+            self._ratio,
         )
         if not admitted:
             return False
@@ -375,10 +360,7 @@ class SimMachine:
         length = round(self._timing.prefill_seconds(computed, len(admitted)) * NANO)
         self._prefilling = admitted
         self._prefill_end = self._now + max(1, length)
-        self._prefilled += computed
-        self._prefill_nano += length
-        self._cached += hit
-        self._last_batch = (hit, computed)
+        self._counters.prefill(hit, computed, length)
         return True
 
     def _new_writer(self, sequence: Sequence) -> TokenWriter | LengthWriter:
@@ -398,7 +380,7 @@ class SimMachine:
             sequence.writer.write_until(sequence.produced + 1)
             if sequence.max_new_tokens > 0:
                 sequence.produced += 1
-                self._generated += 1
+                self._counters.generated_tokens += 1
             sequence.start_step = step - sequence.produced
             self._running[request.rid] = sequence
             self._pool.join_decode(sequence.holding, sequence.kv_tokens, step)
@@ -443,7 +425,7 @@ class SimMachine:
             else:
                 reason = {"type": "length", "length": sequence.produced}
         else:
-            self._aborted += 1
+            self._counters.aborted += 1
         del self._running[sequence.request.rid]
         sequence.event_step = -1
         self._pool.leave_decode(holding)
@@ -454,7 +436,7 @@ class SimMachine:
 
     def _drop(self, sequence: Sequence) -> None:
         del self._live[sequence.request.rid]
-        self._finished += 1
+        self._counters.finished += 1
         self._batch_full = False
 
     def _abort(self, sequences: list[Sequence]) -> None:
@@ -467,7 +449,7 @@ class SimMachine:
                 self._look_at_next_boundary()
 
     def _end_queued(self, sequence: Sequence, reason: dict[str, Any]) -> None:
-        self._aborted += 1
+        self._counters.aborted += 1
         self._emit(sequence, sequence.sent, dict(reason), queued=True)
         self._drop(sequence)
 
@@ -477,12 +459,14 @@ class SimMachine:
         reason = prompt_too_long(request.prompt_tokens, self.config.max_prompt_tokens)
         cut = SimRequest(request.rid, request.prompt[:4], request.sampling, request.stream)
         refused = Sequence(cut, 1)
-        refused.writer = TokenWriter(self.config.model, cut.prompt, replace(cut.sampling, max_new_tokens=1), self.weight_version)
+        refused.writer = TokenWriter(
+            self.config.model, cut.prompt, replace(cut.sampling, max_new_tokens=1), self.weight_version
+        )
         refused.writer.write_until(1)
         refused.writer.logprobs.clear()
         refused.spans.append((self.weight_version, 0))
-        self._aborted += 1
-        self._finished += 1
+        self._counters.aborted += 1
+        self._counters.finished += 1
         self._emit(refused, 1, reason)
 
     # ---- queue and memory -----------------------------------------------------------------------------------------
@@ -502,7 +486,7 @@ class SimMachine:
         self._pool.release(sequence.holding, sequence.kv_tokens)
         sequence.holding = None
         sequence.retractions += 1
-        self._retracted += 1
+        self._counters.retracted += 1
         self._batch_full = False
         if sequence.abort_reason is not None:
             sequence.abort_reason = None

@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 BAD_TOKEN_STATUS = 131  # 128 + SIGQUIT, the signal with which a real server kills its own process tree
 BAD_TOKEN_SILENCE_SECONDS = 5.0
 PLAIN_HANG_UP_SECONDS = 4.0  # SGLANG_REQUEST_STATE_WAIT_TIMEOUT
+STREAM_CLEAN_UP_SECONDS = 2.0
 KEEP_ALIVE_SECONDS = 5.0  # SGLANG_TIMEOUT_KEEP_ALIVE
 DRAIN_POLL_SECONDS = 5.0
 _MAX_BODY_BYTES = 64 << 20
@@ -184,6 +185,9 @@ class SimServer:
                 if live.answers.finish_reason is not None:
                     break
             await response.write(_DONE)
+            # SGLang's clean-up task aborts whatever is live under the rid by then: never reuse one.
+            delay = STREAM_CLEAN_UP_SECONDS / self.driver.time_scale
+            asyncio.get_running_loop().call_later(delay, self.driver.abort, live.request.sim.rid)
             return response
         finally:
             self.driver.hang_up(live)  # does nothing after a normal end
@@ -311,7 +315,11 @@ def run(args: argparse.Namespace) -> int:
     except ValueError as error:
         print(f"error: {error}")
         return 2
-    uvloop.run(serve(args, started))
+    try:
+        uvloop.run(serve(args, started))
+    except OSError as error:
+        print(f"error: cannot listen on {args.host}:{args.port}: {error}")
+        return 1
     return 0
 
 

@@ -40,7 +40,14 @@ class StateRoutes:
     """Handlers; `stopping` turns readiness off."""
 
     def __init__(
-        self, driver: Driver, faults: FaultBoard, model_path: str, host: str, port: int, process_seed: int, startup_seconds: float
+        self,
+        driver: Driver,
+        faults: FaultBoard,
+        model_path: str,
+        host: str,
+        port: int,
+        process_seed: int,
+        startup_seconds: float,
     ) -> None:
         self._driver = driver
         self._faults = faults

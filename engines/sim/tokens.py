@@ -150,7 +150,11 @@ class LengthWriter:
         if not sampling.ignore_eos:
             if sampling.end_at_tokens is None:
                 raise ValueError("end_at_tokens: needed when no tokens are written (or set ignore_eos)")
-            if prompt_tokens + max(1, sampling.min_new_tokens) <= sampling.end_at_tokens <= prompt_tokens + self._end_tokens:
+            if (
+                prompt_tokens + max(1, sampling.min_new_tokens)
+                <= sampling.end_at_tokens
+                <= prompt_tokens + self._end_tokens
+            ):
                 self._end_tokens = sampling.end_at_tokens - prompt_tokens
                 self.finish = Finish("stop", EOS_TOKEN)
         if self.finish is None:
@@ -170,7 +174,17 @@ class LengthWriter:
 class TokenWriter:
     """Writes one sequence's output. `tokens` and `logprobs` may run ahead of what the engine has "computed"."""
 
-    __slots__ = ("_model", "_prompt_tokens", "_sampling", "_seed_key", "_state", "_weight_key", "finish", "logprobs", "tokens")
+    __slots__ = (
+        "_model",
+        "_prompt_tokens",
+        "_sampling",
+        "_seed_key",
+        "_state",
+        "_weight_key",
+        "finish",
+        "logprobs",
+        "tokens",
+    )
 
     def __init__(self, model: Model, prompt: TokenIds, sampling: Sampling, weight_version: str) -> None:
         self._model = model
@@ -318,7 +332,9 @@ def verify(
     return int(wrong[0]) if len(wrong) else None
 
 
-def predict(model: Model, states: U64, weight_keys: U64, sampling: Sampling, prompt_tokens: int) -> npt.NDArray[np.uint32]:
+def predict(
+    model: Model, states: U64, weight_keys: U64, sampling: Sampling, prompt_tokens: int
+) -> npt.NDArray[np.uint32]:
     """Vector form of the scalar loop, without min_new_tokens: the token that follows each state."""
     drawn = (states ^ weight_keys) * np.uint64(_MIX)
     seed_key = sampling.seed_key

@@ -211,8 +211,12 @@ def _prompt(body: GenerateBody, vocabulary_size: int) -> bytes:
     if not body.text:
         raise ValueRefused("text cannot be empty.")
     if vocabulary_size < FIRST_ORDINARY_TOKEN + 256:
-        raise ValueRefused("text: the vocabulary is too small for the simulated engine's byte tokeniser; send input_ids")
-    return (np.frombuffer(body.text.encode(), dtype=np.uint8).astype("<u4") + FIRST_ORDINARY_TOKEN).astype("<u4").tobytes()
+        raise ValueRefused(
+            "text: the vocabulary is too small for the simulated engine's byte tokeniser; send input_ids"
+        )
+    return (
+        (np.frombuffer(body.text.encode(), dtype=np.uint8).astype("<u4") + FIRST_ORDINARY_TOKEN).astype("<u4").tobytes()
+    )
 
 
 def _check_sampling(params: SamplingBody) -> None:
@@ -333,7 +337,9 @@ class Answers:
             [lp, token, None] for lp, token in zip(scores[1:], ids[1:], strict=True)
         ]
         if self._request.top_logprobs:
-            fields["input_top_logprobs"] = [None] + [self._top(lp, t) for lp, t in zip(scores[1:], ids[1:], strict=True)]
+            fields["input_top_logprobs"] = [None] + [
+                self._top(lp, t) for lp, t in zip(scores[1:], ids[1:], strict=True)
+            ]
         return fields
 
     def _top(self, logprob: float, token: int) -> list[list[Any]]:
