@@ -194,7 +194,7 @@ class Collector:
             raise FrameError(f"the engine returned a token id outside uint32: {error}") from error
         self._logprobs.extend(logprobs)
         self._top.extend(top)
-        self._add_text(frame.text, repeats=self._incremental and len(ids) > new)
+        self._add_text(frame.text, repeats=self._incremental and len(ids) > new, ended=finish is not None)
         self._add_meta(frame, meta, seen, total)
         return new
 
@@ -203,8 +203,7 @@ class Collector:
         if new < 0:
             raise FrameError(f"the stream went back from {seen} tokens to {total}")
         if self._incremental:
-            # One id more than is new is the odd abort frame; anything else is a lost or doubled token.
-            if len(ids) != new and not (len(ids) == new + 1 and ids[-1] == (ids[-2] if new else self._last())):
+            if len(ids) != new and not self._repeats(ids, new):
                 raise FrameError(f"{len(ids)} token ids where {new} are new (tokens {seen} to {total})")
             return ids[:new]
         if len(ids) != total:
@@ -212,6 +211,12 @@ class Collector:
         if seen and ids[seen - 1] != self._last():
             raise FrameError(f"a cumulative frame contradicts an earlier one at token {seen - 1}")
         return ids[seen:]
+
+    def _repeats(self, ids: list[int], new: int) -> bool:
+        """Whether an incremental frame holds known tokens only, or the odd abort frame behind some news."""
+        if not new:
+            return ids == self._ids[-len(ids) :].tolist()
+        return len(ids) == new + 1 and ids[-1] == ids[-2]
 
     def _last(self) -> int | None:
         return self._ids[-1] if self._ids else None
@@ -230,16 +235,16 @@ class Collector:
             raise FrameError(f"{len(rows)} rows of top log-probs for {new} new tokens")
         return _logprob_array(entries), _top(rows)
 
-    def _add_text(self, text: str | None, *, repeats: bool) -> None:
+    def _add_text(self, text: str | None, *, repeats: bool, ended: bool) -> None:
         if text is None:
             return
         if not self._incremental:
             self._text = text
-        elif repeats:
+        elif not repeats:
+            self._text += text
+        elif ended:
             # The odd frame: what is new (perhaps nothing), then the whole text with it. len = 2 * new + old.
             self._text = text[max(0, len(text) - len(self._text)) // 2 :]
-        else:
-            self._text += text
 
     def _add_meta(self, frame: Frame, meta: MetaInfo, seen: int, total: int) -> None:
         self.finish = meta.finish_reason

@@ -190,7 +190,7 @@ class EngineManager:
         engine.registered.set()
         if first:
             self._log.info(
-                "engine_joined",
+                "engine_registered",
                 engine_id=engine.engine_id,
                 pool=settings.pool,
                 model=info.model,

@@ -18,7 +18,8 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
@@ -80,7 +81,7 @@ class Server:
         self.engines = EngineManager(
             self.loop,
             config.engine_manager,
-            make_door or self._make_door,
+            make_door or sglang_door,
             random.Random(),
             register_timeout_seconds=config.scheduler.executor.timeout_seconds,
         )
@@ -161,17 +162,20 @@ class Server:
         for name in ("", *SERVICE_NAMES):
             await self._health.set(name, status)
 
-    def _make_door(self, settings: EngineSettings) -> Engine:
-        def key(variable: str) -> str:
-            return os.environ.get(variable, "") if variable else ""
 
-        return SGLangEngine(
-            settings.url,
-            api_key=key(settings.api_key_env),
-            admin_api_key=key(settings.admin_api_key_env),
-            vocabulary_size=settings.vocabulary_size,
-            timeouts=Timeouts(idle_seconds=_DOOR_IDLE_SECONDS),
-        )
+def sglang_door(settings: EngineSettings) -> SGLangEngine:
+    """The door to one configured engine; its keys are read from the environment here."""
+
+    def key(variable: str) -> str:
+        return os.environ.get(variable, "") if variable else ""
+
+    return SGLangEngine(
+        settings.url,
+        api_key=key(settings.api_key_env),
+        admin_api_key=key(settings.admin_api_key_env),
+        vocabulary_size=settings.vocabulary_size,
+        timeouts=Timeouts(idle_seconds=_DOOR_IDLE_SECONDS),
+    )
 
 
 def grpc_options(config: ServerConfig) -> list[tuple[str, int]]:
@@ -191,8 +195,11 @@ def grpc_options(config: ServerConfig) -> list[tuple[str, int]]:
     ]
 
 
-async def serve(config: ServerConfig, announce: Callable[[Server], None]) -> None:
-    """Run a server until SIGTERM or SIGINT, then drain; a second signal exits at once. `announce` after it listens."""
+Announce = Callable[[Server], Coroutine[Any, Any, None]]
+
+
+async def serve(config: ServerConfig, announce: Announce) -> None:
+    """Run a server until SIGTERM or SIGINT, then drain; a second signal exits at once. `announce` once it listens."""
     server = Server(config)
     stop = asyncio.Event()
 
@@ -208,12 +215,12 @@ async def serve(config: ServerConfig, announce: Callable[[Server], None]) -> Non
     gc.collect()
     gc.freeze()
     gc.set_threshold(*_GC_THRESHOLDS)
-    announce(server)
+    server.loop.spawn(announce(server), "announce")
     await stop.wait()
     await server.stop()
 
 
-def run(config: ServerConfig, announce: Callable[[Server], None]) -> int:
+def run(config: ServerConfig, announce: Announce) -> int:
     """`serve` on its own event loop (uvloop where it is installed). Returns the exit code."""
     configure_logging(json=config.log_json, level=config.log_level)
     try:

@@ -27,10 +27,11 @@ from rolloutd.server.handler import Refused, check, handler
 from rolloutd.server.loop import RunLoop, refusal_of
 from rolloutd.server.outbox import ItemRefused, Outbox
 from rolloutd.server.paging import decode_token, encode_token, page_size
-from rolloutd.server.rollout_stream import RolloutStream, StreamContext, is_known
+from rolloutd.server.rollout_changes import apply_update, find_rollouts
+from rolloutd.server.rollout_stream import RolloutStream, StreamContext
 from rolloutd.server.state import ServerState
 from rolloutd.server.translate_event import to_decision, to_result, to_rollout, to_state, to_story_entry
-from rolloutd.server.translate_request import MAX_SECONDS, to_spec, to_update
+from rolloutd.server.translate_request import MAX_SECONDS, to_spec
 from rolloutd.v1 import (
     ITEM_KIND_UPDATE,
     CancelRolloutsRequest,
@@ -97,10 +98,7 @@ class RolloutService(RolloutServiceServicer):
         epoch = self._epoch(request.run_id, request.trainer_epoch if request.HasField("trainer_epoch") else None)
         response = UpdateRolloutsResponse()
         for update in request.updates:
-            try:
-                refusal = self._loop.refusal(events.UpdateRollouts(request.run_id, (to_update(update),), epoch))
-            except FieldErrors as error:
-                refusal = error.refusal()
+            refusal = apply_update(self._state, request.run_id, update, epoch)
             if refusal is None:
                 response.updated_rollouts += 1
             else:
@@ -120,13 +118,11 @@ class RolloutService(RolloutServiceServicer):
         response = CancelRolloutsResponse()
         known = []
         for rollout_id in request.rollout_ids:
-            if not is_known(self._state, request.run_id, rollout_id):
+            found = find_rollouts(self._state, request.run_id, rollout_id)
+            if not found:
                 response.unknown_ids.append(rollout_id)
-                continue
-            view = self._loop.core.rollout_view(request.run_id, rollout_id, self._loop.clock())
-            if view is not None and view.state is RolloutState.FINISHED:
-                response.finished_rollouts += 1
-            known.append(rollout_id)
+            response.finished_rollouts += sum(view.state is RolloutState.FINISHED for view in found)
+            known.extend(view.rollout_id for view in found)
         if known or request.group_ids:
             result = self._loop.post(
                 events.CancelRollouts(request.run_id, tuple(known), tuple(request.group_ids), epoch)

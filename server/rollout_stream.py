@@ -3,8 +3,8 @@
 Invariants
 - The first message carries hello, no other does. The newest stream of a consumer owns its events; an older one ends
   with ABORTED (REPLACED).
-- Half-closing drains: the stream ends with OK when the core says that everything was delivered. A stream that breaks,
-  or a handler that is cancelled, detaches the consumer, exactly once and only if no newer stream took over.
+- Half-closing drains: the stream ends with OK when the core says that everything was delivered. However it ends, the
+  consumer is detached exactly once, and only if no newer stream took over.
 - One writer sends everything pending, in order, in messages bounded by events and bytes. Reading pauses while the
   client does not take its answers, and while the queue of a class it uses is nearly full.
 - Reads and writes are never cancelled in flight (gRPC leaks the buffers of cancelled ones, grpc#43360); they end with
@@ -28,9 +28,10 @@ from rolloutd.scheduler.spec import RolloutSpec
 from rolloutd.scheduler.states import Code, RolloutClass
 from rolloutd.server.errors import SHUTTING_DOWN, FieldErrors, abort, field_error, not_found
 from rolloutd.server.outbox import MAX_EVENTS_PER_MESSAGE, ItemRefused, Outbox
+from rolloutd.server.rollout_changes import apply_update, find_rollouts
 from rolloutd.server.state import MAX_ITEMS_PER_MESSAGE, ServerState
 from rolloutd.server.translate_event import to_event
-from rolloutd.server.translate_request import Checker, to_acknowledgement, to_spec, to_update
+from rolloutd.server.translate_request import Checker, to_acknowledgement, to_spec
 from rolloutd.v1 import (
     ITEM_KIND_ACKNOWLEDGEMENT,
     ITEM_KIND_CANCELLATION,
@@ -79,24 +80,21 @@ class RolloutStream:
             await abort(self._context, refusal)
         reader = asyncio.create_task(self._read(first), name=f"read {self._run_id}/{self._consumer_id}")
         writer = asyncio.create_task(self._write(), name=f"write {self._run_id}/{self._consumer_id}")
-        drained = False
         try:
             await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
             if reader.done() and not writer.done():
                 reader.result()
                 await asyncio.wait({writer})
             writer.result()
-            end = self._outbox.end
-            drained = end is not None and end.error is None
         finally:
             # Wakes both tasks; a read or write in flight ends with the RPC.
-            self._outbox.finish(_REPLACED, drop_queued=True)
+            self._outbox.finish(SHUTTING_DOWN, drop_queued=True)
             for task in (reader, writer):
                 task.add_done_callback(_retrieve)
-            if self._loop.close_outbox(self._outbox) and not drained:
+            if self._loop.close_outbox(self._outbox):
                 self._loop.post(events.DetachConsumer(self._run_id, self._consumer_id))
-        assert end is not None
-        if end.error is not None:
+        end = self._outbox.end
+        if end is not None and end.error is not None:
             await abort(self._context, end.error)
 
     # -- opening -----------------------------------------------------------------------------------------------------
@@ -160,10 +158,8 @@ class RolloutStream:
             if message.HasField("hello"):
                 self._outbox.finish(field_error("hello", "belongs in the first message only").refusal())
                 return
-        # A client that vanished looks the same for a moment: its cancellation is on the way to this handler.
-        await asyncio.sleep(0)
-        if not self._ended() and not self._context.done():
-            self._loop.post(events.CloseConsumer(self._run_id, self._consumer_id))
+        # A client that vanished looks the same for a moment; its cancellation is on the way and detaches it.
+        self._loop.post(events.CloseConsumer(self._run_id, self._consumer_id))
 
     def _ended(self) -> bool:
         return self._outbox.end is not None
@@ -182,12 +178,7 @@ class RolloutStream:
         if message.submissions:
             await self._submit(message)
         for update in message.updates:
-            try:
-                change = to_update(update)
-            except FieldErrors as error:
-                self._refuse(update.rollout_id, ITEM_KIND_UPDATE, error.refusal())
-                continue
-            refusal = self._loop.refusal(events.UpdateRollouts(self._run_id, (change,), self._epoch))
+            refusal = apply_update(self._state, self._run_id, update, self._epoch)
             if refusal is not None:
                 self._refuse(update.rollout_id, ITEM_KIND_UPDATE, refusal)
         if message.cancel_rollout_ids:
@@ -226,11 +217,11 @@ class RolloutStream:
                 self._refuse(spec.rollout_id, ITEM_KIND_SUBMISSION, refusal)
 
     def _cancel(self, rollout_ids: Sequence[str]) -> None:
-        known = []
+        known: list[str] = []
         for rollout_id in rollout_ids:
-            if is_known(self._state, self._run_id, rollout_id):
-                known.append(rollout_id)
-            else:
+            found = find_rollouts(self._state, self._run_id, rollout_id)
+            known.extend(view.rollout_id for view in found)
+            if not found:
                 self._refuse(rollout_id, ITEM_KIND_CANCELLATION, not_found("rollout", rollout_id))
         if known:
             refusal = self._loop.refusal(
@@ -328,15 +319,6 @@ class RolloutStream:
             f"the result has {size_mib:.0f} MiB, a message at most {limit / (1 << 20):.0f}: log-probs and extras were "
             "left out; ask for fewer top_logprobs or raise server.max_message_bytes"
         )
-
-
-def is_known(state: ServerState, run_id: str, rollout_id: str) -> bool:
-    """Whether the run knows this rollout, or a submission of this name with several samples."""
-    core, now = state.loop.core, state.loop.clock()
-    return (
-        core.rollout_view(run_id, rollout_id, now) is not None
-        or core.rollout_view(run_id, f"{rollout_id}/0", now) is not None
-    )
 
 
 def _retrieve(task: asyncio.Task[None]) -> None:

@@ -10,6 +10,7 @@ import sglang_torch_cpu  # noqa: F401  first: transformers imports torchvision
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 
 VOCABULARY_SIZE = 1024
 CONTEXT_TOKENS = 4096
@@ -67,6 +68,7 @@ def main() -> None:
     parser.add_argument("folder")
     parser.add_argument("--seed", type=int, required=True)
     arguments = parser.parse_args()
+    logging.disable_progress_bar()
     tokenizer().save_pretrained(arguments.folder)
     model(arguments.seed).save_pretrained(arguments.folder)
 

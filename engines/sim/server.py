@@ -29,6 +29,7 @@ import msgspec
 import orjson
 import uvloop
 from aiohttp import web
+
 from rolloutd.engines.sim.config import QUEUE_FULL, MachineConfig
 from rolloutd.engines.sim.control_routes import ControlRoutes
 from rolloutd.engines.sim.driver import Driver, Live
@@ -54,7 +55,6 @@ BAD_TOKEN_SILENCE_SECONDS = 5.0
 PLAIN_HANG_UP_SECONDS = 4.0  # SGLANG_REQUEST_STATE_WAIT_TIMEOUT
 STREAM_CLEAN_UP_SECONDS = 2.0
 KEEP_ALIVE_SECONDS = 5.0  # SGLANG_TIMEOUT_KEEP_ALIVE
-DRAIN_POLL_SECONDS = 5.0
 _MAX_BODY_BYTES = 64 << 20
 _DONE = b"data: [DONE]\n\n"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -235,8 +235,7 @@ class SimServer:
     async def drain(self) -> None:
         """SIGTERM: not ready any more, still serving; returns when no request is left."""
         self.state.stopping = True
-        while self.driver.live:
-            await asyncio.sleep(DRAIN_POLL_SECONDS / self.driver.time_scale)
+        await self.driver.until_idle()
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

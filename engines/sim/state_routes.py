@@ -19,6 +19,7 @@ from datetime import UTC, datetime
 
 import orjson
 from aiohttp import web
+
 from rolloutd.engines.sim.driver import Driver
 from rolloutd.engines.sim.faults import FaultBoard
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+
 from rolloutd.engines.sim.config import MachineConfig
 from rolloutd.engines.sim.request import Frame, SimRequest
 from rolloutd.engines.sim.tokens import FIRST_ORDINARY_TOKEN, Sampling, as_array, score

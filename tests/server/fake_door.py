@@ -51,7 +51,7 @@ class FakeDoor:
             model="fake",
             server_version="0",
             page_size_tokens=16,
-            kv_capacity_tokens=100_000,
+            kv_capacity_tokens=max(100_000, 2 * self.context_tokens),
             max_running_rollouts=self.slots,
             context_tokens=self.context_tokens,
             max_prompt_tokens=self.context_tokens - 1,

@@ -83,7 +83,10 @@ class Stream:
     async def event(self) -> Event | None:
         """The next event; None at the end of the stream."""
         while not self._pending:
-            message = await asyncio.wait_for(self.call.read(), WAIT_SECONDS)
+            try:
+                message = await asyncio.wait_for(self.call.read(), WAIT_SECONDS)
+            except grpc.aio.AioRpcError:
+                return None  # `code` says how it ended
             if message is grpc.aio.EOF:
                 return None
             self._pending.extend(message.events)
@@ -192,3 +195,10 @@ async def refused(call: Any) -> Details:
     except grpc.aio.AioRpcError as error:
         return Details(error)
     raise AssertionError(f"expected a refusal, got {answer}")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition that no event announces."""
+    async with asyncio.timeout(WAIT_SECONDS):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
