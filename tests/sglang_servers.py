@@ -31,8 +31,8 @@ SKIP_VARIABLE = "ROLLOUTD_SKIP_SGLANG"
 RECIPE = Path(__file__).resolve().parents[1] / "deploy" / "sglang-cpu"
 # Slots of each server: few enough to fill them in a test, and about where this model's throughput stops growing.
 MAX_RUNNING_ROLLOUTS = 32
-# Start takes 20-30 s on an idle machine of 2 cores, most of it imports; several servers beside other work take longer.
-READY_SECONDS = 240.0
+# Start takes 20-30 s on an idle machine of 2 cores, most of it imports; several servers beside other work, minutes.
+READY_SECONDS = 600.0
 _POLL_SECONDS = 0.25
 _STOP_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
