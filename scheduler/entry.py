@@ -53,8 +53,10 @@ class Entry:
         "hits_at",
         "hold_timer",
         "key",
+        "keyed_tokens",
         "labels",
         "leader_id",
+        "longest_tokens",
         "members",
         "pool",
         "prompt_hash",
@@ -62,7 +64,6 @@ class Entry:
         "queued_at",
         "rollout_class",
         "run",
-        "running_tokens",
         "sequence",
         "short",
         "static_key",
@@ -102,7 +103,8 @@ class Entry:
         self.queued_at = now
         self.deadline_at: float | None = None
         self.expected_tokens = 1.0
-        self.running_tokens = 0  # most tokens a running sibling has written
+        self.keyed_tokens = 1.0  # longest_tokens when the entry was last ordered
+        self.longest_tokens = 1.0  # expected of the longest member
         self.static_key = 0.0
         self.sequence = 0
         self.backlog: Backlog | None = None

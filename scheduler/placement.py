@@ -345,6 +345,8 @@ def _dispatch(world: World, entry: Entry, engine: Engine, choice: _Choice, batch
         attempt.stems = queueing.entry_stems(entry)
         world.computing.begin(attempt.stems)
     _hold_siblings(world, entry, attempt, predicted)
+    if entry.members and not entry.held:
+        queueing.order(world, entry)  # fewer wait, so the longest of them is expected to be shorter
     best = tuple(sorted(choice.candidates, key=lambda candidate: -candidate.score)[:4])
     world.decide(
         DecisionKind.DISPATCHED,

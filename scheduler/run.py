@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from rolloutd.scheduler.config import SchedulerConfig
 from rolloutd.scheduler.group import Group
 from rolloutd.scheduler.ledger import Ledger
-from rolloutd.scheduler.lengths import LengthPriors
+from rolloutd.scheduler.lengths import LengthModel
 from rolloutd.scheduler.meter import Meter
 from rolloutd.scheduler.mix import Mix
 from rolloutd.scheduler.outbox import Consumer
@@ -81,7 +81,7 @@ class Run:
         self.ledger = Ledger(config.budget.default)
         self.lease_timer: Timer | None = None
         self.phase = PhaseState(config.policy)
-        self.lengths = LengthPriors()
+        self.lengths = LengthModel()
         self.mix = Mix(settings.target_mix, config.queue.max_strata)
         self.supply = Meter(now)
         self.consumers: dict[str, Consumer] = {}
