@@ -309,9 +309,8 @@ async def test_an_engine_that_goes_away_is_lost_and_joins_again_as_another() -> 
             (engine,) = (await rig.engines.ListEngines(ListEnginesRequest())).engines
             return engine.state
 
-        async with asyncio.timeout(5):
-            while await state() != ENGINE_STATE_DOWN:
-                await asyncio.sleep(0.01)
+        await until(lambda: rig.server.loop.core.engine_views()[0].state == "lost")
+        assert await state() == ENGINE_STATE_DOWN
         await stream.submit(submission("r"))
         await stream.next("accepted")
         rig.door.incarnation = "2"
