@@ -190,3 +190,19 @@ async def test_check_says_what_an_engines_settings_cost() -> None:
         assert await check.ends() == 0
         assert "page        1 tokens" in check.text
         assert len(re.findall("costs ", check.text)) >= 2
+
+
+async def test_submit_picks_up_results_that_an_earlier_life_did_not_write(tmp_path: Path) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps({"prompt": [1, 2, 3, 4], "max_new_tokens": 4}) + "\n")
+    async with running_server() as rig:
+        async with rig.stream("submit-in") as killed:
+            await killed.submit(submission("in-1", prompt=4, max_new_tokens=4))
+            await killed.finished(1)
+        async with command(
+            "submit", "--server", f"127.0.0.1:{rig.server.port}", "--run", "run", str(source), str(target)
+        ) as again:
+            assert await again.ends() == 0, again.text
+        (row,) = [json.loads(line) for line in target.read_text().splitlines()]
+        assert row["tokens"] == [7, 8, 9, 10]
+        assert len(rig.door.requests) == 1

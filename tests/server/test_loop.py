@@ -109,7 +109,10 @@ async def test_a_scheduling_pass_that_raises_is_logged_and_tried_again(bench: Be
 
 
 async def test_posting_from_inside_the_core_is_refused(bench: Bench) -> None:
-    bench.loop.observers.append(lambda event, result: bench.loop.post(events.Tick()) and None)
+    def from_inside(event: events.Event, result: list[Action]) -> None:
+        bench.loop.post(events.Tick())
+
+    bench.loop.observers.append(from_inside)
     with pytest.raises(RuntimeError, match="Tick posted while"):
         bench.loop.post(events.PauseRun("run"))
     bench.loop.observers.clear()

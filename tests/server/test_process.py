@@ -56,7 +56,7 @@ async def test_stream_89_shutting_down_in_order() -> None:
         await stream.submit(*[submission(f"r{number}") for number in range(30)])
         running = await rig.door.wait_running(20)
         stopping = asyncio.create_task(rig.server.stop(grace_seconds=30.0))
-        ended = {}
+        ended: dict[str, int] = {}
         while len(ended) < 10:  # what waits ends at once
             result = await stream.next("finished")
             ended[result.rollout_id] = result.outcome

@@ -40,6 +40,7 @@ from rolloutd.server.translate_run import (
     to_run_config,
 )
 from rolloutd.v1 import (
+    ROLLOUT_CLASS_UNSPECIFIED,
     Acknowledgement,
     NoticeKind,
     ReportStepRequest,
@@ -248,7 +249,7 @@ def test_a_result_arrives_whole() -> None:
 
 
 def test_every_event_of_the_core_has_its_message() -> None:
-    every = [
+    every: list[Any] = [
         actions.Accepted("r", RolloutState.QUEUED, 3, 4, 0.5, True),
         actions.Rejected("r", Refusal(Code.NOT_FOUND, "NOT_FOUND", "no")),
         actions.Progressed("r", 5, "e"),
@@ -340,7 +341,7 @@ def test_a_report_keeps_what_is_absent_but_not_the_step_time() -> None:
     ("message", "translate", "field"),
     [
         (RolloutUpdate(rollout_id="r"), to_update, "rollout_class"),
-        (RolloutUpdate(rollout_id="r", rollout_class=0), to_update, "rollout_class"),
+        (RolloutUpdate(rollout_id="r", rollout_class=ROLLOUT_CLASS_UNSPECIFIED), to_update, "rollout_class"),
         (RolloutUpdate(deadline_seconds=1.0), to_update, "rollout_id"),
         (RolloutUpdate(rollout_id="r", deadline_seconds=-1.0), to_update, "deadline_seconds"),
         (Acknowledgement(rollout_id="r", drop_reason="stale"), to_acknowledgement, "drop_reason"),
