@@ -14,13 +14,12 @@ def reward(result: rolloutd.client.RolloutResult) -> float:
     return float(np.mean(result.tokens % 2)) if result.complete else 0.0  # yours comes here
 
 
-async def main(address: str = "127.0.0.1:50051", steps: int = 3) -> None:
+async def main(address: str = "127.0.0.1:50051", steps: str = "3") -> None:
     rng = np.random.default_rng(0)
-    async with rolloutd.client.connect(
-        address, run="grpo", consumer="rank0", epoch=1, auto_acknowledge=False
-    ) as client:
+    trainer = rolloutd.client.connect(address, run="grpo", consumer="rank0", epoch=1, auto_acknowledge=False)
+    async with trainer as client:
         await client.set_budget(max_running_rollouts=128, lease_seconds=600)
-        for step in range(steps):
+        for step in range(int(steps)):
             await client.report_step(step, trainer_state="waiting", samples_needed=PROMPTS * SAMPLES)
             prompts = rng.integers(1000, 2000, (PROMPTS, 32))
             groups = await asyncio.gather(
@@ -33,10 +32,8 @@ async def main(address: str = "127.0.0.1:50051", steps: int = 3) -> None:
                 for result, value, advantage in zip(group, rewards, advantages, strict=True):
                     # loss += -advantage * logprob(result.tokens)
                     client.acknowledge(result, used=bool(result.complete and advantage), reward=value)
-            print(
-                f"step {step}: {sum(map(len, groups))} samples, mean reward {np.mean([reward(r) for g in groups for r in g]):.3f}"
-            )
+            print(f"step {step}: {PROMPTS * SAMPLES} samples, the last group's mean reward {rewards.mean():.3f}")
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:2], *map(int, sys.argv[2:3])))
+    asyncio.run(main(*sys.argv[1:]))

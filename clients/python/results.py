@@ -54,9 +54,8 @@ class RolloutResult:
     complete: bool = False  # every token that was asked for is here; False with tokens: a partial rollout
     problem: Problem | None = None  # why, when the outcome is not "completed"
     tokens: Tokens = field(default_factory=lambda: NO_TOKENS)  # generated ids
-    logprobs: Logprobs = field(
-        default_factory=lambda: NO_LOGPROBS
-    )  # natural log of each generated token's probability; empty: not asked for
+    # Natural log of each generated token's probability; empty: not asked for.
+    logprobs: Logprobs = field(default_factory=lambda: NO_LOGPROBS)
     finish_reason: FinishReason | None = None
     matched_stop: int | str | None = None  # the token id or string that ended generation
     text: str = ""  # only for text prompts

@@ -1,8 +1,8 @@
 """The SubmitRollout stream of one consumer, kept alive.
 
-One task runs one session after the other: open a fresh channel, say hello with the cursor up to which all is dealt with, then read and write until
-the stream breaks; back off, and again. After a re-attach the missed events come first, then everything not ended is
-submitted again (by id: the server attaches it, or runs it if it has lost it).
+One task runs one session after the other: open a fresh channel, say hello with the cursor up to which everything is dealt
+with, then read and write until the stream breaks; back off, and again. After a re-attach the missed events come first, then
+everything not ended is submitted again (by id: the server attaches it, or runs it if it has lost it).
 
 Invariants: one writer and one reader per session; the reader pauses (and HTTP/2 with it the server) while the inbox is full and
 nobody waits for anything else; nobody waits for ever: when the server is gone for `reconnect_seconds`, or has fenced us, every
@@ -19,7 +19,8 @@ from typing import cast
 import grpc
 
 from rolloutd import v1
-from rolloutd.client.connection import backoff_seconds, logger, open_channel, unavailable
+from rolloutd.client import connection
+from rolloutd.client.connection import backoff_seconds, logger, unavailable
 from rolloutd.client.dispatch import Dispatch
 from rolloutd.client.errors import ClientClosed, Fenced, Problem, error_of_problem, problem_of_status
 from rolloutd.client.inbox import Inbox
@@ -165,10 +166,12 @@ class RolloutStream:
         outage_since: float | None = None
         delays = backoff_seconds()
         quiet_until = 0.0
-        while not self._closing:
+        while True:
             started = loop.time()
             self._dispatch.progressed = False
             problem = await self._session()
+            if self._closing:
+                return
             now = loop.time()
             attached_and_useful = self._dispatch.progressed and problem.code in PASSING
             if attached_and_useful or now - started > STABLE_SECONDS and self._dispatch.attached_at > started:
@@ -179,8 +182,6 @@ class RolloutStream:
             if left < 0:
                 raise unavailable(self._settings.target, now - outage_since, str(problem))
             delay = min(max(next(delays), problem.retry_after_seconds), left + 0.01)
-            if self._closing:
-                return
             if now >= quiet_until or outage_since == now:
                 quiet_until = now + REMINDER_SECONDS
                 logger.warning("stream to %s is down: %s; trying for %.0f s more", self._settings.target, problem, left)
@@ -188,7 +189,7 @@ class RolloutStream:
 
     async def _session(self) -> Problem:
         """One stream from hello to its end: why it ended. Raises what ends all sessions."""
-        channel = open_channel(self._settings.target)
+        channel = connection.open_channel(self._settings.target)
         call = v1.RolloutServiceStub(channel).SubmitRollout()
         tasks = [asyncio.create_task(self._hello(call))]
         reader: asyncio.Task[None] | None = None

@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import numpy as np
 from google.protobuf.duration_pb2 import Duration
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from rolloutd import v1
 

@@ -13,7 +13,7 @@ from rolloutd import v1
 from rolloutd.client import words
 from rolloutd.client.prompts import token_bytes
 from rolloutd.client.results import RolloutResult
-from rolloutd.client.submissions import OPTION_NAMES, member_ids, submission_of
+from rolloutd.client.submissions import OPTION_NAMES, RolloutOptions, member_ids, submission_of
 
 OPTIONS: dict[str, tuple[Any, Any]] = {  # option: value given, value on the wire
     "max_new_tokens": (7, 7),
@@ -113,8 +113,8 @@ def test_what_cannot_be_sent_is_named(options: dict[str, Any], error: type[Excep
 
 def test_members_are_named_by_sample() -> None:
     assert member_ids(submission_of([1], {"rollout_id": "a"})) == ("a",)
-    assert member_ids(submission_of([1], {"rollout_id": "a", "samples": 1})) == ("a",)
-    assert member_ids(submission_of([1], {"rollout_id": "a", "samples": 3})) == ("a/0", "a/1", "a/2")
+    assert member_ids(submission_of([1], RolloutOptions(rollout_id="a", samples=1))) == ("a",)
+    assert member_ids(submission_of([1], RolloutOptions(rollout_id="a", samples=3))) == ("a/0", "a/1", "a/2")
 
 
 @pytest.mark.parametrize(

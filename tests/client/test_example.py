@@ -6,11 +6,11 @@ import asyncio
 import sys
 from pathlib import Path
 
-import rolloutd.client.example_grpo
+import rolloutd.client
 from rolloutd import v1
 from tests.client.fake_server import FakeServer
 
-EXAMPLE = Path(rolloutd.client.example_grpo.__file__)
+EXAMPLE = Path(rolloutd.client.__file__).with_name("example_grpo.py")
 
 
 async def test_the_grpo_example_runs_from_a_shell(server: FakeServer) -> None:

@@ -128,8 +128,8 @@ async def test_client_97_nobody_waits_for_ever_for_a_dead_server(server: FakeSer
     async with connect(server, reconnect_seconds=0.3, max_unaccepted=3) as client:
         handle = await client.submit([1], max_new_tokens=1)
         waiters = [
-            asyncio.create_task(anext(client.results())),  # type: ignore[arg-type]
-            asyncio.create_task(anext(client.drain())),  # type: ignore[arg-type]
+            asyncio.create_task(anext(client.results())),
+            asyncio.create_task(anext(client.drain())),
             asyncio.create_task(client.generate([2], max_new_tokens=1)),
             asyncio.create_task(client.generate_group([3], samples=2, max_new_tokens=1)),
         ]
@@ -172,7 +172,7 @@ async def test_client_103_waiting_for_a_dead_server_keeps_memory_flat(server: Fa
     attempts = 0
     opened = asyncio.Event()
     goal = 100
-    open_channel = stream.open_channel
+    open_channel = connection.open_channel
 
     def counting(target: str) -> grpc.aio.Channel:
         nonlocal attempts
@@ -182,7 +182,7 @@ async def test_client_103_waiting_for_a_dead_server_keeps_memory_flat(server: Fa
         return open_channel(target)
 
     async with connect(server, reconnect_seconds=600) as client:
-        stream.open_channel = counting  # type: ignore[assignment]
+        connection.open_channel = counting
         try:
             await server.stop(forget=True)
             waiting = asyncio.create_task(client.generate([1], rollout_id="x", max_new_tokens=1))
@@ -201,7 +201,7 @@ async def test_client_103_waiting_for_a_dead_server_keeps_memory_flat(server: Fa
             assert psutil.Process().memory_info().rss - rss < 8_000_000
             assert abs(len(asyncio.all_tasks()) - tasks) <= 3
         finally:
-            stream.open_channel = open_channel
+            connection.open_channel = open_channel
         await server.start()
         assert (await waiting).ok
     assert server.runs_started == {"x": 1}
@@ -220,7 +220,7 @@ async def test_a_fenced_client_does_not_come_back(server: FakeServer) -> None:
     server.finish_at_once = False
     async with connect(server) as client:
         waiting = asyncio.create_task(client.generate([1], max_new_tokens=1))
-        reading = asyncio.create_task(anext(client.results()))  # type: ignore[arg-type]
+        reading = asyncio.create_task(anext(client.results()))
         await server.until(lambda: server.rollouts)
         server.break_streams(Abort(grpc.StatusCode.ABORTED, "epoch 7 is newer", "FENCED"))
         for waiter in (waiting, reading):

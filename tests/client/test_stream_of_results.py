@@ -252,7 +252,7 @@ async def test_client_99_close_says_goodbye_and_leaves_nothing_behind(server: Fa
     async with connect(server) as client:
         await client.submit([1], max_new_tokens=1)
         await anext(client.results())
-        pending = asyncio.create_task(anext(client.results()))  # type: ignore[arg-type]
+        pending = asyncio.create_task(anext(client.results()))
         await asyncio.sleep(0)
     with pytest.raises(rolloutd.client.ClientClosed):
         await pending
