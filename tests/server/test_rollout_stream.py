@@ -359,7 +359,7 @@ async def test_get_rollout_knows_it_until_it_is_acknowledged() -> None:
 
 async def test_text_prompts_are_tokenised_here_where_a_tokenizer_is_configured(tmp_path: Path) -> None:
     words = Tokenizer(WordLevel({"hello": 5, "there": 6, "?": 0}, unk_token="?"))
-    words.pre_tokenizer = Whitespace()  # type: ignore[attr-defined]
+    words.pre_tokenizer = Whitespace()
     words.save(str(tmp_path / "tokenizer.json"))
     pools = {"policy": {"tokenizer": str(tmp_path / "tokenizer.json")}}
     async with running_server(flags={"pools": pools}) as rig, rig.stream() as stream:
