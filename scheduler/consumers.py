@@ -191,6 +191,7 @@ def _forget(world: World, run: Run, consumer: Consumer, cursor: int) -> None:
     rollout_id = kept.event.result.rollout_id
     rollout = run.rollouts.pop(rollout_id)
     run.remember_delivered(rollout_id)
+    run.family.forget(rollout_id, run.rollouts)
     group = rollout.group
     if group is None:
         return

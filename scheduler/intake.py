@@ -255,11 +255,11 @@ def _accept(world: World, run: Run, consumer: Consumer, spec: RolloutSpec, ids: 
         if group is not None:
             rollout.group = group
             group.add(rollout_id)
+        if spec.parent_rollout_id:
+            run.family.add(spec.parent_rollout_id, rollout_id)
         lifecycle.note_step(world, rollout)
         lifecycle.enqueue(world, rollout)
         accepted.append(rollout)
-    if parent is not None:
-        parent.child_ids.extend(ids)
     for rollout in accepted:
         world.deliver(run, consumer.consumer_id, 0, _accepted(world, rollout, attached=False))
     if parent is not None and parent.result is not None and parent.result.outcome is Outcome.CANCELLED:

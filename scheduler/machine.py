@@ -203,16 +203,14 @@ class Scheduler:
             wanted.extend(group.members if group is not None else ())
         for rollout_id in wanted:
             for member in self._members(run, rollout_id):
-                lifecycle.cancel(self._world, run.rollouts[member])
+                lifecycle.cancel_subtree(self._world, run, member)
         return None
 
     @staticmethod
     def _members(run: Run, rollout_id: str) -> list[str]:
         """The rollout of this id, or the samples that were submitted under it."""
-        if rollout_id in run.rollouts:
-            return [rollout_id]
-        group = run.groups.get(rollout_id)
-        return [member for member in group.members if member in run.rollouts] if group is not None else []
+        group = None if rollout_id in run.rollouts else run.groups.get(rollout_id)
+        return [rollout_id] if group is None else list(group.members)
 
     def _engine_command(self, event: DrainEngine | RemoveEngine) -> Refusal | None:
         engine = self._world.engines.get(event.engine_id)
