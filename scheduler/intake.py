@@ -58,8 +58,9 @@ def _submit_one(world: World, run: Run, consumer: Consumer, spec: RolloutSpec) -
     if refusal is not None:
         return refusal
     ids = member_ids(spec)
-    if any(rollout_id in run.rollouts for rollout_id in ids):
-        return _attach(world, run, consumer, spec, ids)
+    known = _known(run, spec, ids)
+    if known:
+        return _attach(world, run, consumer, spec, known)
     if any(rollout_id in run.delivered for rollout_id in ids):
         return Refusal(
             Code.ALREADY_EXISTS,
@@ -119,9 +120,14 @@ def _check_fields(spec: RolloutSpec) -> Refusal | None:
     return None
 
 
-def _attach(world: World, run: Run, consumer: Consumer, spec: RolloutSpec, ids: list[str]) -> Refusal | None:
+def _known(run: Run, spec: RolloutSpec, ids: list[str]) -> list[Rollout]:
+    """Records that a submission names: its own, and those of another submission that used its id or one of its members'."""
+    named = dict.fromkeys([spec.rollout_id, *ids, *run.sampled.get(spec.rollout_id, ())])
+    return [run.rollouts[rollout_id] for rollout_id in named if rollout_id in run.rollouts]
+
+
+def _attach(world: World, run: Run, consumer: Consumer, spec: RolloutSpec, known: list[Rollout]) -> Refusal | None:
     """The id is known: the same payload attaches to it, another one is a conflict."""
-    known = [run.rollouts[rollout_id] for rollout_id in ids if rollout_id in run.rollouts]
     if any(_payload(rollout.spec) != _payload(spec) for rollout in known):
         return Refusal(
             Code.ALREADY_EXISTS,
@@ -255,6 +261,8 @@ def _accept(world: World, run: Run, consumer: Consumer, spec: RolloutSpec, ids: 
         if group is not None:
             rollout.group = group
             group.add(rollout_id)
+        if spec.samples > 1:
+            run.sampled.setdefault(spec.rollout_id, {})[rollout_id] = None
         if spec.parent_rollout_id:
             run.family.add(spec.parent_rollout_id, rollout_id)
         lifecycle.note_step(world, rollout)

@@ -209,8 +209,7 @@ class Scheduler:
     @staticmethod
     def _members(run: Run, rollout_id: str) -> list[str]:
         """The rollout of this id, or the samples that were submitted under it."""
-        group = None if rollout_id in run.rollouts else run.groups.get(rollout_id)
-        return [rollout_id] if group is None else list(group.members)
+        return list(run.sampled.get(rollout_id, ())) or [rollout_id]
 
     def _engine_command(self, event: DrainEngine | RemoveEngine) -> Refusal | None:
         engine = self._world.engines.get(event.engine_id)

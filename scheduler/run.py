@@ -63,6 +63,7 @@ class Run:
         "reserved_for",
         "rollouts",
         "run_id",
+        "sampled",
         "settings",
         "short_seen_at",
         "supply",
@@ -88,6 +89,7 @@ class Run:
         self.supply = Meter(now)
         self.consumers: dict[str, Consumer] = {}
         self.rollouts: dict[str, Rollout] = {}
+        self.sampled: dict[str, dict[str, None]] = {}  # id submitted with samples > 1 -> its members that are records
         self.unfinished = 0
         self.groups: dict[str, Group] = {}
         self.family = Family()

@@ -21,6 +21,7 @@ from tests.scheduler.kit import (
     config,
     engine,
     ids,
+    prompt,
     spec,
     specs,
 )
@@ -176,6 +177,28 @@ def test_the_same_payload_attaches_and_runs_once() -> None:
     bench.acknowledge("a")
     assert bench.rejected(spec("a")).reason == "ALREADY_DELIVERED"
     bench.quiet()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"token_bytes": prompt("other")},
+        {"max_new_tokens": 17},
+        {"sampling": {"temperature": 0.5}},
+        {"rollout_class": BACKGROUND},
+        {"samples": 2},
+    ],
+)
+def test_a_different_payload_under_a_known_id_is_a_conflict(change: dict[str, Any]) -> None:
+    bench = Bench(engine())
+    bench.submit(spec("a"), spec("many", samples=2))
+    for rollout_id in ("a", "many"):
+        if change == {"samples": 2} and rollout_id == "many":
+            continue
+        error = bench.rejected(spec(rollout_id, **{"samples": 2 if rollout_id == "many" else 1, **change}))
+        assert (error.code, error.reason) == (Code.ALREADY_EXISTS, "ALREADY_EXISTS")
+        assert rollout_id in error.message
+    assert len(bench.its_run().rollouts) == 3
 
 
 def test_the_same_id_twice_in_one_message_is_one_rollout() -> None:
@@ -352,6 +375,14 @@ def test_a_leaf_that_arrives_after_its_subtree_was_cancelled_is_cancelled_too() 
 
 
 # cancelling by name
+
+
+@pytest.mark.parametrize("group_id", ["", "mine"])
+def test_a_sampled_submission_is_cancelled_under_its_own_id(group_id: str) -> None:
+    bench = Bench(engine(slots=8))
+    bench.submit(spec("x", samples=3, group_id=group_id), spec("y", group_id=group_id))
+    bench.cancel("x")
+    assert bench.ended == {"x/0", "x/1", "x/2"}
 
 
 def test_a_group_is_cancelled_as_a_whole_and_unknown_names_are_ignored() -> None:
