@@ -10,6 +10,7 @@ import pytest
 from rolloutd.scheduler.actions import Accepted, Finished, Rejected
 from rolloutd.scheduler.events import BeginShutdown, EndRun, LoseEngine, SubmitRollouts
 from rolloutd.scheduler.intake import MAX_SAMPLES, RETRY_AFTER_SECONDS
+from rolloutd.scheduler.spec import RolloutSpec
 from rolloutd.scheduler.states import Code, Outcome, RolloutState, TaskType
 from tests.scheduler.kit import (
     BACKGROUND,
@@ -260,6 +261,23 @@ def test_queue_full_by_items_says_when_to_retry_and_leaves_other_classes_alone()
     assert isinstance(bench.submit(spec("b0", rollout_class=BACKGROUND))[0], Accepted)
     bench.cancel("r0")
     assert isinstance(bench.submit(spec("r4"))[0], Accepted)
+
+
+@pytest.mark.parametrize("form", ["tokens", "text"])
+def test_queue_full_by_bytes(form: str) -> None:
+    bench = Bench(engine(), settings=config(queue={"queue_capacity_bytes": 1000}))
+    bench.budget(max_rollouts=0)
+
+    def of_400_bytes(name: str) -> RolloutSpec:
+        return spec(name, 100) if form == "tokens" else spec(name, text="t" * 400)
+
+    bench.submit(of_400_bytes("a"), of_400_bytes("b"))
+    error = bench.rejected(of_400_bytes("c"))
+    assert error.reason == "QUEUE_FULL" and "800 bytes" in error.message and "1000" in error.message
+    bench.cancel("a")
+    assert isinstance(bench.submit(of_400_bytes("c"))[0], Accepted)
+    bench.cancel("b", "c")
+    bench.quiet()
 
 
 def test_the_run_decides_the_class_where_the_rollout_does_not() -> None:
