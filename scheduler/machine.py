@@ -129,9 +129,19 @@ class Scheduler:
             return Refusal(
                 Code.INVALID_ARGUMENT, "INVALID_ARGUMENT", "run_id: is empty; name the run", (("run_id", "is empty"),)
             )
+        is_new = event.run_id not in world.runs
         run = world.ensure_run(event.run_id)
         if isinstance(run, Refusal):
             return run
+        refusal = self._tell_run(run, event)
+        if refusal is not None and is_new:
+            del world.runs[event.run_id]
+        return refusal
+
+    def _tell_run(
+        self, run: Run, event: ConfigureRun | AttachConsumer | SubmitRollouts | SetBudget | ReportStep
+    ) -> Refusal | None:
+        world = self._world
         match event:
             case ConfigureRun():
                 return trainer.configure(world, run, event.settings)

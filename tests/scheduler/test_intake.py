@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from rolloutd.scheduler.actions import Accepted, Finished, Rejected
-from rolloutd.scheduler.events import BeginShutdown, EndRun, LoseEngine, SubmitRollouts
+from rolloutd.scheduler.events import BeginShutdown, CancelRollouts, EndRun, LoseEngine, SubmitRollouts
 from rolloutd.scheduler.intake import MAX_SAMPLES, RETRY_AFTER_SECONDS
+from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.spec import RolloutSpec
 from rolloutd.scheduler.states import Code, Outcome, RolloutState, TaskType
 from tests.scheduler.kit import (
@@ -344,6 +345,22 @@ def test_nothing_is_accepted_by_a_run_that_ended_or_a_server_that_shuts_down() -
     bench.do(BeginShutdown(5.0))
     bench.do(attach_to_other := SubmitRollouts("other", CONSUMER, (spec("c"),)))
     assert not attach_to_other.epoch and not bench.its_run("other").rollouts
+
+
+def test_a_refused_event_leaves_no_run_behind() -> None:
+    bench = Bench(engine())
+    refusals: list[Refusal] = []
+    from rolloutd.scheduler.events import ConfigureRun, ReportStep, SetBudget
+    from rolloutd.scheduler.spec import Budget, RunSettings, StepReport
+    from rolloutd.scheduler.states import TrainerState
+
+    refusals.append(bench.refused(ConfigureRun("new", RunSettings(fairness_weight=0.0))))
+    refusals.append(bench.refused(SetBudget("new", Budget(max_rollouts=-1))))
+    refusals.append(bench.refused(ReportStep("new", StepReport(-1, TrainerState.TRAINING))))
+    assert all(refusal.message for refusal in refusals)
+    assert bench.core.run_view("new", bench.now) is None
+    assert bench.refused(CancelRollouts("new", ("a",))).reason == "RUN_NOT_FOUND"
+    assert bench.refused(ConfigureRun("", RunSettings())).fields == (("run_id", "is empty"),)
 
 
 # trees
