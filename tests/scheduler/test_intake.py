@@ -162,6 +162,12 @@ def test_the_largest_context_of_the_pool_decides_what_is_accepted() -> None:
     assert isinstance(bench.submit(spec("b", CONTEXT))[0], Rejected)
 
 
+def test_an_engine_that_does_not_say_its_context_is_not_taken_for_small() -> None:
+    bench = Bench(engine("small", context_tokens=64), engine("silent", context_tokens=0))
+    assert isinstance(bench.submit(spec("a", 100))[0], Accepted)
+    assert [one.engine_id for one in bench.tick()] == ["silent"]
+
+
 # what an id means
 
 
@@ -313,6 +319,30 @@ def test_what_is_larger_than_every_engines_memory_is_refused() -> None:
     assert error.reason == "BUDGET_TOO_SMALL" and "need 1025 KV tokens" in error.message and "1024" in error.message
     assert isinstance(bench.submit(spec("b", 1008))[0], Accepted)
     assert [one.engine_id for one in bench.tick()] == ["e1"]
+
+
+@pytest.mark.parametrize("page_tokens", [1, 16, 64])
+def test_a_level_counts_whole_pages_so_what_is_accepted_can_start(page_tokens: int) -> None:
+    bench = Bench(engine(page_tokens=page_tokens))
+    bench.budget(max_kv_tokens=100)
+    answers = bench.submit(*[spec(f"a{size}", size, max_new_tokens=8) for size in (40, 56, 72, 88, 92)])
+    accepted = [answer.rollout_id for answer in answers if isinstance(answer, Accepted)]
+    assert accepted and (page_tokens > 1) == (len(accepted) < 5)
+    for rollout_id in accepted:
+        bench.tick()
+        for running in list(bench.live):
+            bench.finish(running, 8)
+    assert bench.ended == set(accepted)
+
+
+def test_a_memory_budget_that_no_engine_can_serve_within_is_too_small() -> None:
+    bench = Bench(engine(kv_capacity_tokens=1024, kv_cache_bytes=1024 << 20))  # a token is a MiB
+    bench.budget(max_inference_mb=100)
+    error = bench.rejected(spec("a", 85))
+    assert error.reason == "BUDGET_TOO_SMALL" and "100" in error.message
+    assert isinstance(bench.submit(spec("b", 84))[0], Accepted)
+    bench.budget(max_inference_mb=0)
+    assert isinstance(bench.submit(spec("c", 85))[0], Accepted)
 
 
 # no engine
