@@ -23,7 +23,7 @@ from rolloutd.scheduler.rollout import Attempt, Rollout
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.scoring import TERMS, Facts, clamp
 from rolloutd.scheduler.spec import TOKEN_BYTES
-from rolloutd.scheduler.states import Gate, RolloutClass, RolloutState, TaskType
+from rolloutd.scheduler.states import SHORT_TASKS, Gate, RolloutClass, RolloutState, TaskType
 from rolloutd.scheduler.views import Candidate, DecisionKind
 from rolloutd.scheduler.world import World
 
@@ -112,11 +112,15 @@ def _place(world: World, turn: turns.Turn, batch_id: int) -> Gate:
         return closed
     choice = _Choice()
     closed = Gate.ENGINE_SLOTS
-    for entry in turn.backlog.candidates((engine.cache_key for engine in roomy), lane_bonus):
-        gate = run.ledger.gate(entry.rollout_class, entry.task_type, slots)
-        if gate is not Gate.OPEN:
-            closed = gate
-            continue
+    tasks = set()
+    for task_type in TaskType:
+        if (task_type in SHORT_TASKS) is turn.short and run.ledger.task_queued[task_type]:
+            gate = run.ledger.gate(turn.rollout_class, task_type, slots)
+            if gate is Gate.OPEN:
+                tasks.add(task_type)
+            else:
+                closed = gate
+    for entry in turn.backlog.candidates((engine.cache_key for engine in roomy), lane_bonus, tasks):
         if queueing.hold_for_prefix(world, entry):
             closed = Gate.HELD_FOR_PREFIX
             world.decide(DecisionKind.HELD, entry.members[0], "its prefix is being computed", gate=Gate.HELD_FOR_PREFIX)
