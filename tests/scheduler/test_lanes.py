@@ -164,8 +164,6 @@ def test_work_of_a_task_type_at_its_ceiling_blocks_no_other_task_type() -> None:
     assert sum(rollout_id.startswith("g") for rollout_id in bench.live) == 7
 
 
-
-
 def test_new_sessions_held_back_by_memory_pressure_do_not_hold_back_a_continuation() -> None:
     bench = Bench(engine(slots=16, kv_capacity_tokens=1000, page_tokens=1), settings=config(preempt={"enabled": False}))
     bench.run(*specs("r", 10, tokens=80, max_new_tokens=8))  # 880 of 1000
