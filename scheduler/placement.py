@@ -17,6 +17,7 @@ from rolloutd.scheduler import budgeting, preemption, queueing, turns
 from rolloutd.scheduler.actions import Dispatch
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
+from rolloutd.scheduler.lanes import HEADS_PER_LANE
 from rolloutd.scheduler.lifecycle import arm_timer
 from rolloutd.scheduler.permit import Permit
 from rolloutd.scheduler.rollout import Attempt, Rollout
@@ -28,6 +29,7 @@ from rolloutd.scheduler.views import Candidate, DecisionKind
 from rolloutd.scheduler.world import World
 
 MAX_ENGINES_PER_ENTRY = 4  # engines with a hit that are scored for one entry, beside the emptiest
+DEEP_HEADS_PER_LANE = 32  # entries looked at where the first ones wait for an engine or a prefix of their own
 CHEAP_PREFILL = 0.05  # dearness never falls below this: among equals a cached prefix is still better than none
 
 
@@ -120,15 +122,24 @@ def _place(world: World, turn: turns.Turn, batch_id: int) -> Gate:
                 tasks.add(task_type)
             else:
                 closed = gate
-    for entry in turn.backlog.candidates((engine.cache_key for engine in roomy), lane_bonus, tasks):
-        if queueing.hold_for_prefix(world, entry):
-            closed = Gate.HELD_FOR_PREFIX
-            world.decide(DecisionKind.HELD, entry.members[0], "its prefix is being computed", gate=Gate.HELD_FOR_PREFIX)
-            continue
-        gate = _score_entry(world, entry, roomy, weights, keep_short, choice)
-        if gate is not Gate.OPEN:
-            closed = gate
-            _note_blocked(world, entry, gate)
+    seen: set[int] = set()
+    for heads in (HEADS_PER_LANE, DEEP_HEADS_PER_LANE):
+        deeper = False  # what was seen may not start for reasons of its own: look behind it
+        for entry in turn.backlog.candidates((engine.cache_key for engine in roomy), lane_bonus, tasks, heads):
+            if entry.sequence in seen:
+                continue
+            seen.add(entry.sequence)
+            if queueing.hold_for_prefix(world, entry):
+                gate = Gate.HELD_FOR_PREFIX
+                world.decide(DecisionKind.HELD, entry.members[0], "its prefix is being computed", gate=gate)
+            else:
+                gate = _score_entry(world, entry, roomy, weights, keep_short, choice)
+            if gate is not Gate.OPEN:
+                closed = gate
+                deeper = deeper or gate in (Gate.HELD_FOR_PREFIX, Gate.NO_ENGINE)
+                _note_blocked(world, entry, gate)
+        if choice.entry is not None or not deeper:
+            break
     if choice.entry is None or choice.engine is None:
         preemption.make_room(world, turn, closed)
         return closed

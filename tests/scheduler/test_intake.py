@@ -328,7 +328,7 @@ def test_a_level_counts_whole_pages_so_what_is_accepted_can_start(page_tokens: i
     answers = bench.submit(*[spec(f"a{size}", size, max_new_tokens=8) for size in (40, 56, 72, 88, 92)])
     accepted = [answer.rollout_id for answer in answers if isinstance(answer, Accepted)]
     assert accepted and (page_tokens > 1) == (len(accepted) < 5)
-    for rollout_id in accepted:
+    for _ in accepted:
         bench.tick()
         for running in list(bench.live):
             bench.finish(running, 8)

@@ -164,6 +164,19 @@ def test_work_of_a_task_type_at_its_ceiling_blocks_no_other_task_type() -> None:
     assert sum(rollout_id.startswith("g") for rollout_id in bench.live) == 7
 
 
+def test_work_that_no_engine_of_the_pool_can_take_blocks_nothing_behind_it() -> None:
+    bench = Bench(engine("e0", 8, labels={"gpu": "old"}), engine("e1", 1, context_tokens=8192, labels={"gpu": "old"}))
+    bench.run(*specs("long", 1, tokens=5000))
+    bench.submit(
+        *specs("labelled", 20, engine_labels={"gpu": "new"}, deadline_seconds=50.0),
+        *specs("waiting", 20, tokens=5000),  # only e1, which is full, could take them
+    )
+    bench.tick(1.0)
+    bench.submit(*specs("g", 8))
+    bench.tick(1.0)
+    assert bench.running_on("e0") == [f"g{index}" for index in range(8)]
+
+
 def test_new_sessions_held_back_by_memory_pressure_do_not_hold_back_a_continuation() -> None:
     bench = Bench(engine(slots=16, kv_capacity_tokens=1000, page_tokens=1), settings=config(preempt={"enabled": False}))
     bench.run(*specs("r", 10, tokens=80, max_new_tokens=8))  # 880 of 1000
