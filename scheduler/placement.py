@@ -76,7 +76,7 @@ def _fill(world: World, pool: str, batch_id: int, limit: int) -> int:
             world.dirty = True  # the next pass goes on; COLD_START wants small batches and quick results
             gate = Gate.BATCH_LIMIT
         else:
-            gate = _place(world, turn, batch_id)
+            gate = _place(world, turn, pool, batch_id)
         if gate is Gate.OPEN:
             made += 1
             per_run[run.run_id] = per_run.get(run.run_id, 0) + 1
@@ -91,15 +91,29 @@ def batch_limit(world: World, run: Run) -> int:
     return max(1, min(world.config.queue.max_batch_size, round(limit)))
 
 
-def _place(world: World, turn: turns.Turn, batch_id: int) -> Gate:
+def _place(world: World, turn: turns.Turn, pool: str, batch_id: int) -> Gate:
     """Dispatch the best pair of this turn; returns OPEN, or the gate that kept everything waiting."""
     run = turn.run
     gate = budgeting.run_gate(world, run, turn.rollout_class)
     if gate is not Gate.OPEN:
         return gate
     slots = world.run_slots(run)
+    tasks: set[TaskType] = set()
+    closed = Gate.ENGINE_SLOTS
+    for task_type in TaskType:
+        if (task_type in SHORT_TASKS) is turn.short and run.ledger.task_queued[task_type]:
+            gate = run.ledger.gate(turn.rollout_class, task_type, slots)
+            if gate is Gate.OPEN:
+                tasks.add(task_type)
+            else:
+                closed = gate
+    if not tasks:
+        preemption.make_room(world, turn, closed)
+        return closed
     weights = queueing.weights_of(world, run)
-    engines = [engine for engine in world.engines.values() if engine.is_open(world.now)]
+    engines = [
+        engine for engine in world.engines.values() if engine.is_open(world.now) and world.serves(engine, run, pool, {})
+    ]
     keep_short = reserved_short(world, run)
     roomy = [engine for engine in engines if engine.free_slots(turn.short, keep_short) > 0]
 
@@ -110,18 +124,11 @@ def _place(world: World, turn: turns.Turn, batch_id: int) -> Gate:
 
     if not roomy:
         closed = Gate.ENGINE_SLOTS if engines else Gate.NO_ENGINE
+        if any(engine.free_slots(True, 0) > 0 for engine in engines):
+            closed = Gate.SHORT_RESERVED
         preemption.make_room(world, turn, closed)
         return closed
     choice = _Choice()
-    closed = Gate.ENGINE_SLOTS
-    tasks = set()
-    for task_type in TaskType:
-        if (task_type in SHORT_TASKS) is turn.short and run.ledger.task_queued[task_type]:
-            gate = run.ledger.gate(turn.rollout_class, task_type, slots)
-            if gate is Gate.OPEN:
-                tasks.add(task_type)
-            else:
-                closed = gate
     seen: set[int] = set()
     for heads in (HEADS_PER_LANE, DEEP_HEADS_PER_LANE):
         deeper = False  # what was seen may not start for reasons of its own: look behind it

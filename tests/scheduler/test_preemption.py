@@ -194,11 +194,32 @@ def test_two_runs_are_each_other_s_victims_down_to_their_floor_in_one_round() ->
 # where room would help
 
 
+def test_full_engines_are_preempted_although_another_pool_has_room() -> None:
+    bench = Bench(engine("e0", 1), engine("r0", 4, pool="reward"), engine("x0", 4, run_id="other"))
+    bench.run(spec("b", rollout_class=BACKGROUND))
+    bench.now += MIN_RUN_SECONDS
+    bench.submit(spec("urgent"))
+    bench.tick()
+    assert bench.leaving() == {"b"}
+
+
 def test_nobody_is_preempted_on_an_engine_that_would_not_serve_the_waiting_run() -> None:
     bench = Bench(engine("mine", 1, run_id="run"), engine("theirs", 1, run_id="other"))
     bench.submit(spec("b", rollout_class=BACKGROUND), run="other")
     bench.run(spec("c"))
     bench.tick(MIN_RUN_SECONDS)
+    bench.submit(spec("urgent"))
+    bench.pass_time(5.0)
+    assert not bench.leaving()
+
+
+def test_nobody_is_preempted_for_a_ceiling_that_another_run_fills() -> None:
+    bench = Bench(engine(slots=4))
+    bench.budget(max_rollouts=1)
+    bench.run(spec("c"))
+    bench.submit(*specs("b", 3, BACKGROUND), run="other")
+    bench.tick()
+    bench.now += MIN_RUN_SECONDS
     bench.submit(spec("urgent"))
     bench.pass_time(5.0)
     assert not bench.leaving()
