@@ -177,7 +177,8 @@ def test_victims_keep_their_floors_over_several_rounds(of: str) -> None:
     assert len(bench.leaving()) == 4
     bench.stop_aborted()
     bench.tick()
-    assert sum(rollout_id.startswith("b") for rollout_id in bench.live) == 2
+    kept = sum(rollout_id.startswith("b") for rollout_id in bench.live)
+    assert kept >= 2 if of == "run" else kept == 2, "another run has its fair share beside its floor"
 
 
 def test_two_runs_are_each_other_s_victims_down_to_their_floor_in_one_round() -> None:
