@@ -66,6 +66,7 @@ class Entry:
         "run",
         "sequence",
         "short",
+        "size_bytes",
         "static_key",
         "stems",
         "stratum",
@@ -96,6 +97,7 @@ class Entry:
         self.prompt_tokens = len(token_bytes) // TOKEN_BYTES
         if text is not None:
             self.prompt_tokens = max(1, len(text) // CHARACTERS_PER_TOKEN)
+        self.size_bytes = len(token_bytes) + (len(text.encode()) if text is not None else 0)  # of one member's prompt
         self.stratum = stratum
         self.labels = labels
         self.members: deque[Rollout] = deque()

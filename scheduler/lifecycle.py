@@ -98,12 +98,15 @@ def abort(world: World, rollout: Rollout, reason: AbortReason, why: str) -> None
 
 def cancel(world: World, rollout: Rollout, outcome: Outcome = Outcome.CANCELLED) -> int:
     """Cancel a rollout and its subtree; returns how many were not finished yet."""
+    return cancel_subtree(world, rollout.run, rollout.rollout_id, outcome)
+
+
+def cancel_subtree(world: World, run: Run, root: str, outcome: Outcome = Outcome.CANCELLED) -> int:
+    """Cancel what is left below and including `root`, whose own record may be gone; returns how many were not finished."""
     count = 0
-    stack = [rollout]
-    while stack:
-        current = stack.pop()
-        stack.extend(current.run.rollouts[child] for child in current.child_ids if child in current.run.rollouts)
-        if current.state is RolloutState.FINISHED:
+    for rollout_id in run.family.subtree(root):
+        current = run.rollouts.get(rollout_id)
+        if current is None or current.state is RolloutState.FINISHED:
             continue
         count += 1
         if current.attempt is None:

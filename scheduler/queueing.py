@@ -54,7 +54,7 @@ def put(world: World, rollout: Rollout) -> None:
     if not run.ledger.queued:
         turns.rejoin(world, run, spec.pool)
     run.ledger.enqueue(rollout.rollout_class, spec.task_type, 1)
-    run.queued_bytes[rollout.rollout_class] += len(entry.token_bytes)
+    run.queued_bytes[rollout.rollout_class] += entry.size_bytes
     if entry.short:
         run.short_seen_at = world.now
     world.dirty = True
@@ -72,7 +72,7 @@ def take(world: World, rollout: Rollout) -> Entry:
         entry.members.remove(rollout)
     rollout.entry = None
     run.ledger.enqueue(rollout.rollout_class, rollout.task_type, -1)
-    run.queued_bytes[rollout.rollout_class] -= len(entry.token_bytes)
+    run.queued_bytes[rollout.rollout_class] -= entry.size_bytes
     if not entry.members:
         backlog = entry.backlog
         if backlog is not None:

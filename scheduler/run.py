@@ -15,6 +15,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from rolloutd.scheduler.config import SchedulerConfig
+from rolloutd.scheduler.family import Family
 from rolloutd.scheduler.group import Group
 from rolloutd.scheduler.ledger import Ledger
 from rolloutd.scheduler.lengths import LengthModel
@@ -44,6 +45,7 @@ class Run:
         "ended",
         "entries",
         "epoch",
+        "family",
         "finished_by_class",
         "finished_by_task",
         "finished_samples",
@@ -61,6 +63,7 @@ class Run:
         "reserved_for",
         "rollouts",
         "run_id",
+        "sampled",
         "settings",
         "short_seen_at",
         "supply",
@@ -86,8 +89,10 @@ class Run:
         self.supply = Meter(now)
         self.consumers: dict[str, Consumer] = {}
         self.rollouts: dict[str, Rollout] = {}
+        self.sampled: dict[str, dict[str, None]] = {}  # id submitted with samples > 1 -> its members that are records
         self.unfinished = 0
         self.groups: dict[str, Group] = {}
+        self.family = Family()
         self.delivered: OrderedDict[str, None] = OrderedDict()
         self.entries: dict[EntryKey, Entry] = {}
         self.by_step: dict[int, set[str]] = {}  # needed_by_step -> unfinished rollouts that are not CRITICAL yet
