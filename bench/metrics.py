@@ -4,6 +4,7 @@ Invariants
 - Every time is in simulated seconds on one clock; scaling real time is the caller's business.
 - A rollout counts as delivered when a complete result came back at least once; each further one is a duplicate; one
   that never came, or ended in an error, is lost. delivered + lost = rollouts.
+- A rollout that the trainer itself withdrew is neither: it is not among `rollouts`, but its tokens are still checked.
 - A figure without data is None, never 0 and never NaN.
 
 What this module does not know: where records come from, how a summary is shown.
@@ -33,6 +34,7 @@ class RolloutRecord:
     deliveries: complete results received. wrong_tokens: output tokens that are not the expected ones, missing ones and
         extra ones included.
     prompt_tokens, cached_tokens: as the engine reported them for the delivered result.
+    withdrawn: cancelled by the trainer, and its end as cancelled has come.
     """
 
     kind: Kind
@@ -43,6 +45,7 @@ class RolloutRecord:
     wrong_tokens: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    withdrawn: bool = False
 
     @property
     def wait_seconds(self) -> float | None:
@@ -100,14 +103,15 @@ def summarise(
     rollouts: Sequence[RolloutRecord], steps: Sequence[StepRecord], prefix_hit_ceiling: float | None
 ) -> Summary:
     """Assemble the figures of one run, floats rounded to `SUMMARY_DIGITS`."""
-    delivered = [record for record in rollouts if record.deliveries > 0]
+    wanted = [record for record in rollouts if not record.withdrawn]
+    delivered = [record for record in wanted if record.deliveries > 0]
     over_bounds = [ratio for step in steps if (ratio := step.critical_over_bound) is not None]
     prompt_tokens = sum(record.prompt_tokens for record in delivered)
     cached_tokens = sum(record.cached_tokens for record in delivered)
     return Summary(
-        rollouts=len(rollouts),
+        rollouts=len(wanted),
         delivered=len(delivered),
-        lost=len(rollouts) - len(delivered),
+        lost=len(wanted) - len(delivered),
         duplicated=sum(record.deliveries - 1 for record in delivered),
         wrong_tokens=sum(record.wrong_tokens for record in rollouts),
         trainer_idle_ratio=_rounded(trainer_idle_ratio(steps)),

@@ -108,9 +108,12 @@ class Slice:
 
     token_bytes: n ids, uint32 LE. logprob_bytes: n float32 LE, or empty when not asked for.
     top_logprobs: per token a list of (logprob, token_id), or empty.
-    prompt_token_bytes: ids of a text prompt where the engine returned them. prompt_logprob_bytes: float32 LE, NaN where
-        the engine has none (the first position).
-    version_spans: (weight version, start, end) over this slice's tokens, as the engine reported them.
+    prompt_token_bytes: ids of a text prompt where the engine returned them. prompt_logprob_bytes: float32 LE, one per prompt
+        token from `prompt_logprobs_from` on, NaN where the engine has none (position 0 of the prompt).
+        prompt_top_logprobs: aligned with it, when top_logprobs was asked for too; an empty row where there is none.
+    version_spans: (weight version, start, end) over this slice's tokens, as the engine reported them; (version, 0, 0)
+        for a scored prompt without output. A slice that ended without the engine's last word has each token under the
+        version that its frame named.
     finish_reason: "stop", "length" or "abort". matched_stop: the token id or string that stopped it.
     extras: other fields of the engine's answer that the caller asked for by engine_params.
     """
@@ -126,6 +129,7 @@ class Slice:
     cached_tokens: int = 0
     prompt_token_bytes: bytes = b""
     prompt_logprob_bytes: bytes = b""
+    prompt_top_logprobs: tuple[tuple[tuple[float, int], ...], ...] = ()
     version_spans: tuple[tuple[str, int, int], ...] = ()
     extras: Mapping[str, Any] = field(default_factory=dict)
 

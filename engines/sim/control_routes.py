@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 from aiohttp import web
+
 from rolloutd.engines.sim.driver import Driver, UpdateResult
 from rolloutd.engines.sim.faults import FAULT_KINDS, FaultBoard, FaultOrder
 from rolloutd.engines.sim.state_routes import json_response

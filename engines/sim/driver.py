@@ -94,6 +94,7 @@ class Driver:
         self._writer = asyncio.Lock()  # held by a weight update; new requests pass through it
         self._loads_wall: float | None = None
         self._control_applied = asyncio.Event()
+        self._ended = asyncio.Event()
 
     # ---- time -----------------------------------------------------------------------------------------------------
 
@@ -135,7 +136,7 @@ class Driver:
                 continue  # its client has hung up
             live.push(frame)
             if frame.finish_reason is not None:
-                del self.live[frame.rid]
+                self._end(frame.rid)
         if self.machine.paused is None or not self.machine.pause_pending:
             self._control_applied.set()
         self._kick()
@@ -164,7 +165,7 @@ class Driver:
         """The client left: abort, and drop what is still to come."""
         rid = live.request.sim.rid
         if self.live.get(rid) is live:
-            del self.live[rid]
+            self._end(rid)
             self.machine.abort(self.now(), rid)
             self._kick()
 
@@ -181,6 +182,16 @@ class Driver:
         """Abort everything the machine knows."""
         self.machine.abort_all(self.now())
         self._kick()
+
+    def _end(self, rid: str) -> None:
+        del self.live[rid]
+        self._ended.set()
+
+    async def until_idle(self) -> None:
+        """Until no request is in flight."""
+        while self._in_flight():
+            self._ended.clear()
+            await self._ended.wait()
 
     def _in_flight(self) -> bool:
         """Requests past the gate whose callers still wait; a hung-up one does not count, as in SGLang."""
@@ -240,8 +251,7 @@ class Driver:
             await self._pause_applied()
             return await self._load_weights(weight_version, flush, model_path)
         async with self._writer:
-            while self._in_flight():
-                await asyncio.sleep(TICK_SECONDS)
+            await self.until_idle()
             return await self._load_weights(weight_version, flush, model_path)
 
     async def _load_weights(self, weight_version: str | None, flush: bool, model_path: str | None) -> UpdateResult:

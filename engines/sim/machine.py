@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+
 from rolloutd.engines.sim.admission import NewTokenRatio, WaitingQueue, select_prefill
 from rolloutd.engines.sim.config import (
     ABORTED,
@@ -33,7 +34,7 @@ from rolloutd.engines.sim.config import (
 from rolloutd.engines.sim.counters import NANO, Counters
 from rolloutd.engines.sim.pool import KvPool
 from rolloutd.engines.sim.request import Frame, LoadSnapshot, Sequence, SimRequest
-from rolloutd.engines.sim.tokens import LengthWriter, TokenWriter
+from rolloutd.engines.sim.tokens import TokenWriter
 
 
 class SimMachine:
@@ -83,7 +84,7 @@ class SimMachine:
             self._refuse(sequence)
             return
         if not self.config.write_tokens:
-            sequence.writer = self._new_writer(sequence)  # raises where the length can not be known
+            sequence.start_writing(self.config, self.weight_version)  # raises where the length can not be known
         self._live[request.rid] = sequence
         self._enqueue(sequence)
         self._look_at_next_boundary()
@@ -269,6 +270,7 @@ class SimMachine:
         while self._events and self._events[0][0] <= step:
             head, _, sequence = heapq.heappop(self._events)
             if sequence.event_step == head:
+                sequence.event_step = -1  # a second entry for the same step is stale
                 due.append(sequence)
         ending = []
         for sequence in due:
@@ -354,7 +356,7 @@ class SimMachine:
                 sequence.prompt_version = self.weight_version
                 sequence.spans.append((self.weight_version, 0))
             if sequence.writer is None:
-                sequence.writer = self._new_writer(sequence)
+                sequence.start_writing(self.config, self.weight_version)
             hit += cached
             computed += sequence.request.prompt_tokens + sequence.produced - cached
         length = round(self._timing.prefill_seconds(computed, len(admitted)) * NANO)
@@ -362,13 +364,6 @@ class SimMachine:
         self._prefill_end = self._now + max(1, length)
         self._counters.prefill(hit, computed, length)
         return True
-
-    def _new_writer(self, sequence: Sequence) -> TokenWriter | LengthWriter:
-        request = sequence.request
-        sampling = replace(request.sampling, max_new_tokens=sequence.max_new_tokens)
-        if self.config.write_tokens:
-            return TokenWriter(self.config.model, request.prompt, sampling, self.weight_version)
-        return LengthWriter(request.prompt_tokens, sampling)
 
     def _end_prefill(self) -> None:
         batch, self._prefilling, self._prefill_end = self._prefilling, [], None

@@ -10,10 +10,12 @@ What this module does not know: HTTP, scheduling.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+
+from rolloutd.engines.sim.config import MachineConfig
 from rolloutd.engines.sim.pool import Holding
 from rolloutd.engines.sim.radix import TOKEN_BYTES
 from rolloutd.engines.sim.tokens import LengthWriter, Sampling, TokenWriter
@@ -125,6 +127,14 @@ class Sequence:
         self.prompt_version = ""
         self.spans: list[tuple[str, int]] = []  # (version, first output index)
         self.abort_reason: dict[str, Any] | None = None
+
+    def start_writing(self, config: MachineConfig, weight_version: str) -> None:
+        """Begin the output. Raises ValueError where only lengths are kept and this one can not be known."""
+        sampling = replace(self.request.sampling, max_new_tokens=self.max_new_tokens)
+        if config.write_tokens:
+            self.writer = TokenWriter(config.model, self.request.prompt, sampling, weight_version)
+        else:
+            self.writer = LengthWriter(self.request.prompt_tokens, sampling)
 
     @property
     def kv_tokens(self) -> int:

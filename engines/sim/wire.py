@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+
 from rolloutd.engines.sim.config import MachineConfig
 from rolloutd.engines.sim.request import Frame, SimRequest
 from rolloutd.engines.sim.tokens import FIRST_ORDINARY_TOKEN, Sampling, as_array, score
@@ -165,7 +166,7 @@ def read(body: GenerateBody, rid: str, config: MachineConfig) -> Generate:
             f"req.logprob_start_len={start} is higher than the number of input tokens {prompt_tokens}. "
             "Please use a smaller logprob_start_len."
         )
-    end_at = _end_at_tokens(params.custom_params)
+    end_at = _end_at_tokens(params.custom_params, params.sampling_seed)
     sampling = Sampling(
         max_new_tokens=config.context_tokens if max_new is None else max_new,
         min_new_tokens=min_new,
@@ -239,8 +240,13 @@ def _check_sampling(params: SamplingBody) -> None:
     check("min_new_tokens", p.min_new_tokens, 0 <= (p.min_new_tokens or 0) <= limit, f"in [0, max_new_tokens({limit})]")
 
 
-def _end_at_tokens(custom: dict[str, Any] | None) -> int | None:
+def _end_at_tokens(custom: dict[str, Any] | None, sampling_seed: int | None) -> int | None:
+    """`end_at_tokens`, one number, or one per sampling seed where samples of a prompt share their sampling words."""
     end_at = (custom or {}).get("end_at_tokens")
+    if isinstance(end_at, dict):
+        if str(sampling_seed) not in end_at:
+            raise ValueRefused(f"custom_params.end_at_tokens has no entry for sampling_seed {sampling_seed}.")
+        end_at = end_at[str(sampling_seed)]
     if end_at is not None and (not isinstance(end_at, int) or isinstance(end_at, bool) or end_at < 1):
         raise ValueRefused(f"custom_params.end_at_tokens must be an integer of at least 1, got {end_at!r}.")
     return end_at

@@ -1,0 +1,211 @@
+"""The blocking client: the same verbs, for code without asyncio.
+
+Example::
+
+    with rolloutd.client.sync.Client("127.0.0.1:50051", run="eval", consumer="eval-0") as client:
+        result = client.generate(prompt_ids, max_new_tokens=64)
+
+All blocking clients of a process share one event loop in one daemon thread, because gRPC for asyncio works with one loop per
+process; an asyncio client in another loop of the same process is therefore refused when it is opened (and the other way
+round). Usable from several threads. Calls block the calling thread only; they are refused inside the shared loop itself (in
+`on_notice` or `on_progress`), where they would wait for themselves. Interrupting a call (Ctrl-C) cancels it.
+"""
+
+import asyncio
+import functools
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
+
+from rolloutd.client import client as asyncio_client
+from rolloutd.client import handles
+from rolloutd.client.errors import RolloutdError
+from rolloutd.client.prompts import Prompt
+from rolloutd.client.results import Acceptance, Notice, Progress, RolloutResult
+from rolloutd.client.submissions import RolloutOptions
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_lock = threading.Lock()
+_shared: asyncio.AbstractEventLoop | None = None
+
+
+def background_loop() -> asyncio.AbstractEventLoop:
+    """The loop that all blocking clients share; started by the first of them."""
+    global _shared
+    with _lock:
+        if _shared is None or _shared.is_closed():
+            _shared = asyncio.new_event_loop()
+            threading.Thread(target=_shared.run_forever, name="rolloutd-client", daemon=True).start()
+        return _shared
+
+
+def _run(coroutine: Coroutine[Any, Any, T]) -> T:
+    loop = background_loop()
+    try:
+        inside = asyncio.get_running_loop() is loop
+    except RuntimeError:
+        inside = False
+    if inside:
+        coroutine.close()
+        raise RolloutdError(
+            "a blocking call inside the loop that would have to answer it waits for ever: from on_notice or on_progress, hand "
+            "the work to another thread, or use rolloutd.client.connect with asyncio"
+        )
+    future = asyncio.run_coroutine_threadsafe(coroutine, loop)
+    try:
+        return future.result()
+    except BaseException:
+        future.cancel()
+        raise
+
+
+async def _next(iterator: AsyncIterator[T]) -> tuple[T] | None:
+    try:
+        return (await anext(iterator),)
+    except StopAsyncIteration:
+        return None
+
+
+def _iterate(iterator: AsyncIterator[T]) -> Iterator[T]:
+    while item := _run(_next(iterator)):
+        yield item[0]
+
+
+def _blocking(
+    method: Callable[Concatenate[asyncio_client.Client, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate["Client", P], T]:
+    @functools.wraps(method)
+    def call(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return _run(method(self._client, *args, **kwargs))
+
+    return call
+
+
+def _iterating(
+    method: Callable[Concatenate[asyncio_client.Client, P], AsyncIterator[T]],
+) -> Callable[Concatenate["Client", P], Iterator[T]]:
+    @functools.wraps(method)
+    def call(self: "Client", /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        return _iterate(method(self._client, *args, **kwargs))
+
+    return call
+
+
+class Submission:
+    """A prompt that was submitted."""
+
+    def __init__(self, submission: handles.Submission) -> None:
+        self._submission = submission
+        self.rollout_id = submission.rollout_id
+        self.rollout_ids = submission.rollout_ids
+
+    def accepted(self) -> Acceptance:
+        """The server's answer; Refused when that is no."""
+        return _run(self._submission.accepted())
+
+
+class Client:
+    """One consumer of one run. Arguments and methods are those of rolloutd.client.connect and its Client."""
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        run: str = "",
+        consumer: str = "",
+        epoch: int | None = None,
+        take_over: Sequence[str] = (),
+        auto_acknowledge: bool = True,
+        reconnect_seconds: float = asyncio_client.RECONNECT_SECONDS,
+        max_unaccepted: int = asyncio_client.MAX_UNACCEPTED,
+        max_buffered_results: int = asyncio_client.MAX_BUFFERED_RESULTS,
+        on_notice: Callable[[Notice], None] | None = None,
+    ) -> None:
+        self._client = asyncio_client.connect(
+            target,
+            run=run,
+            consumer=consumer,
+            epoch=epoch,
+            take_over=take_over,
+            auto_acknowledge=auto_acknowledge,
+            reconnect_seconds=reconnect_seconds,
+            max_unaccepted=max_unaccepted,
+            max_buffered_results=max_buffered_results,
+            on_notice=on_notice,
+        )
+
+    def __enter__(self) -> Self:
+        _run(self._client.__aenter__())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def notices(self) -> tuple[Notice, ...]:
+        """The latest notices, oldest first."""
+        return self._client.notices
+
+    close = _blocking(asyncio_client.Client.close)
+
+    def submit(
+        self,
+        prompt: Prompt,
+        *,
+        on_progress: Callable[[Progress], None] | None = None,
+        **options: Unpack[RolloutOptions],
+    ) -> Submission:
+        """Hands a prompt over; results come in `results()`. See the asyncio client."""
+        return Submission(_run(self._client.submit(prompt, on_progress=on_progress, **options)))
+
+    def results(self) -> Iterator[RolloutResult]:
+        """Every result of `submit`, without end; waits for the next one."""
+        return _iterate(self._client.results())
+
+    def drain(self) -> Iterator[RolloutResult]:
+        """Results until everything submitted so far has come."""
+        return _iterate(self._client.drain())
+
+    def acknowledge(
+        self,
+        result: RolloutResult | str,
+        *,
+        used: bool | None = None,
+        drop_reason: str = "",
+        reward: float | None = None,
+    ) -> None:
+        """Says what became of a result. See the asyncio client."""
+
+        async def acknowledge() -> None:
+            self._client.acknowledge(result, used=used, drop_reason=drop_reason, reward=reward)
+
+        _run(acknowledge())
+
+    generate = _blocking(asyncio_client.Client.generate)
+    generate_group = _blocking(asyncio_client.Client.generate_group)
+    run_rollout = _blocking(asyncio_client.Client.run_rollout)
+    cancel = _blocking(asyncio_client.Client.cancel)
+    update = _blocking(asyncio_client.Client.update)
+    configure_run = _blocking(asyncio_client.Client.configure_run)
+    get_run = _blocking(asyncio_client.Client.get_run)
+    list_runs = _blocking(asyncio_client.Client.list_runs)
+    pause_run = _blocking(asyncio_client.Client.pause_run)
+    resume_run = _blocking(asyncio_client.Client.resume_run)
+    end_run = _blocking(asyncio_client.Client.end_run)
+    watch_run = _iterating(asyncio_client.Client.watch_run)
+    set_budget = _blocking(asyncio_client.Client.set_budget)
+    get_budget = _blocking(asyncio_client.Client.get_budget)
+    report_step = _blocking(asyncio_client.Client.report_step)
+    get_rollout = _blocking(asyncio_client.Client.get_rollout)
+    list_rollouts = _iterating(asyncio_client.Client.list_rollouts)
+    explain = _blocking(asyncio_client.Client.explain)
+    get_server_info = _blocking(asyncio_client.Client.get_server_info)
+    list_engines = _blocking(asyncio_client.Client.list_engines)
+    register_engine = _blocking(asyncio_client.Client.register_engine)
+    drain_engine = _blocking(asyncio_client.Client.drain_engine)
+    remove_engine = _blocking(asyncio_client.Client.remove_engine)

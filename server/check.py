@@ -1,0 +1,75 @@
+"""`rolloutd check`: the merged configuration with its origins, and what the engines' settings cost.
+
+What this module does not know: how a server runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TextIO
+
+from rolloutd.engines.base import EngineFault, EngineInfo
+from rolloutd.engines.sglang import SGLangEngine
+from rolloutd.server.config import ServerConfig
+from rolloutd.server.process import sglang_door
+
+_REGISTER_SECONDS = 30.0
+
+
+def check(config: ServerConfig, out: TextIO) -> int:
+    """Print everything; 0 when every configured engine answers, else 1."""
+    rows = [(key, _text(value), config.origins[key]) for key, value in sorted(config.values.items())]
+    key_width = max(len(key) for key, _, _ in rows)
+    value_width = min(60, max(len(value) for _, value, _ in rows))
+    for key, value, origin in rows:
+        print(f"{key:<{key_width}}  {value:<{value_width}}  {origin}", file=out)
+    if not config.engines:
+        print("\nno engine configured", file=out)
+        return 0
+    return 0 if asyncio.run(_engines(config, out)) else 1
+
+
+async def _engines(config: ServerConfig, out: TextIO) -> bool:
+    answers = await asyncio.gather(*(_ask(sglang_door(settings)) for settings in config.engines))
+    for settings, answer in zip(config.engines, answers, strict=True):
+        print(f"\n{settings.url} (pool {settings.pool})", file=out)
+        if isinstance(answer, str):
+            print(f"  does not answer: {answer}", file=out)
+            continue
+        for name, value in (
+            ("model", answer.model),
+            ("version", answer.server_version),
+            ("slots", answer.max_running_rollouts),
+            ("KV tokens", answer.kv_capacity_tokens),
+            ("page", f"{answer.page_size_tokens} tokens"),
+            ("context", f"{answer.context_tokens} tokens"),
+            ("vocabulary", answer.vocabulary_size),
+        ):
+            print(f"  {name:<11} {value}", file=out)
+        for warning in answer.warnings:
+            print(f"  costs       {warning}", file=out)
+        if not answer.warnings:
+            print("  costs       nothing: its settings suit rollouts", file=out)
+    return all(isinstance(answer, EngineInfo) for answer in answers)
+
+
+async def _ask(door: SGLangEngine) -> EngineInfo | str:
+    try:
+        async with asyncio.timeout(_REGISTER_SECONDS):
+            return await door.register()
+    except EngineFault as fault:
+        return fault.message
+    except TimeoutError:
+        return f"nothing within {_REGISTER_SECONDS:g} s"
+    finally:
+        await door.close()
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)

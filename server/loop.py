@@ -1,0 +1,359 @@
+"""The run loop: the only writer of the core. Events go in through `post`; actions become awaits, their ends events.
+
+Invariants
+- The core is entered by one caller at a time, on one thread, and never from inside itself: performing an action posts
+  nothing synchronously.
+- Every dispatch reports exactly one end to the core, whatever happens to its task: a slice, a fault, an exception
+  (BROKEN, with an error in the log) or a cancellation.
+- Scheduling happens on `Tick` only. A tick follows the burst that wanted it, no later than `scheduling_interval_ms`
+  after it and, while ticks are dear, not before the loop had as much time for everything else as the last tick took.
+- A door that was removed is closed when its last attempt has ended.
+
+What this module does not know: gRPC, protobuf, and what the core decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from rolloutd.engines.base import AttemptRequest, Engine, EngineFault, Progress, Slice
+from rolloutd.engines.base import FaultKind as DoorFault
+from rolloutd.scheduler import actions, events
+from rolloutd.scheduler.machine import Scheduler
+from rolloutd.scheduler.refusal import Refusal
+from rolloutd.scheduler.result import Piece
+from rolloutd.scheduler.states import FaultKind
+from rolloutd.server.logging import get_logger
+from rolloutd.server.outbox import Outbox
+
+# Progress of an attempt is passed on at its first token, then after this many tokens (half of the core's KV headroom of
+# 64) or this much time, whichever comes first.
+PROGRESS_TOKENS = 32
+PROGRESS_SECONDS = 0.1
+# uvloop rounds timers to milliseconds and may fire one early: waiting less would spin.
+MIN_TIMER_SECONDS = 0.001
+# Pause after a scheduling pass that raised.
+FAILED_TICK_SECONDS = 1.0
+
+_FAULTS = {
+    DoorFault.REFUSED: FaultKind.REFUSED,
+    DoorFault.BUSY: FaultKind.BUSY,
+    DoorFault.BROKEN: FaultKind.BROKEN,
+    DoorFault.SILENT: FaultKind.SILENT,
+}
+
+Observer = Callable[[events.Event, list[actions.Action]], None]
+
+
+@dataclass(slots=True)
+class _Door:
+    door: Engine
+    attempts: int = 0
+    removed: bool = False
+
+
+class RunLoop:
+    """Owns the core, the doors it may use, and the outboxes of connected consumers."""
+
+    def __init__(self, core: Scheduler, interval_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.core = core
+        self.clock = clock
+        self.observers: list[Observer] = []
+        self._interval_seconds = interval_seconds
+        self._log = get_logger("loop")
+        self._doors: dict[str, _Door] = {}
+        self._outboxes: dict[tuple[str, str], Outbox] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._attempts = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._tick_waiters: list[asyncio.Future[None]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_due = math.inf
+        self._tick_handle: asyncio.Handle | None = None
+        self._tick_cost_seconds = 0.0
+        self._tick_ended = -math.inf
+        self._inside = False
+        self._closed = False
+
+    # -- events in ---------------------------------------------------------------------------------------------------
+
+    def post(self, event: events.Event) -> list[actions.Action]:
+        """Handle one event and perform what the core asks for. Returns the actions, for the caller's answer."""
+        if self._inside:
+            raise RuntimeError(f"{type(event).__name__} posted while another event is being handled")
+        self._inside = True
+        try:
+            result = self.core.handle(event, self.clock())
+            for action in result:
+                self._perform(action)
+            for observe in self.observers:
+                observe(event, result)
+        finally:
+            self._inside = False
+        self._arm()
+        return result
+
+    def refusal(self, event: events.Event) -> Refusal | None:
+        """Post an event of which only acceptance matters."""
+        return refusal_of(self.post(event))
+
+    async def after_tick(self, timeout_seconds: float) -> None:
+        """Return after the next scheduling pass, or after the timeout."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._tick_waiters.append(waiter)
+        await asyncio.wait({waiter}, timeout=timeout_seconds)
+        if not waiter.done():
+            self._tick_waiters.remove(waiter)
+
+    # -- doors and outboxes ------------------------------------------------------------------------------------------
+
+    def add_door(self, engine_id: str, door: Engine) -> None:
+        """Make a door known before its engine joins. One door per engine id."""
+        if engine_id in self._doors:
+            raise ValueError(f"engine {engine_id} has a door already")
+        self._doors[engine_id] = _Door(door)
+
+    def remove_door(self, engine_id: str) -> None:
+        """Forget a door; it is closed when its last attempt has ended."""
+        held = self._doors.pop(engine_id, None)
+        if held is not None:
+            held.removed = True
+            self._close_if_unused(held)
+
+    def attempts_on(self, engine_id: str) -> int:
+        held = self._doors.get(engine_id)
+        return held.attempts if held is not None else 0
+
+    def open_outbox(self, outbox: Outbox) -> Outbox | None:
+        """Deliver this consumer's events here from now on. Returns the outbox that did so before."""
+        key = (outbox.run_id, outbox.consumer_id)
+        previous = self._outboxes.get(key)
+        self._outboxes[key] = outbox
+        return previous
+
+    def close_outbox(self, outbox: Outbox) -> bool:
+        """Stop delivering here. False when a newer outbox of the same consumer has taken its place."""
+        key = (outbox.run_id, outbox.consumer_id)
+        if self._outboxes.get(key) is not outbox:
+            return False
+        del self._outboxes[key]
+        return True
+
+    def outboxes(self) -> list[Outbox]:
+        return list(self._outboxes.values())
+
+    def connected_consumers(self, run_id: str) -> int:
+        return sum(1 for key in self._outboxes if key[0] == run_id)
+
+    # -- life --------------------------------------------------------------------------------------------------------
+
+    async def wait_idle(self) -> None:
+        """Return when no attempt is on an engine."""
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """Stop scheduling, hang up what still runs, wait for every task to end. Doors stay the manager's to close."""
+        self._closed = True
+        for handle in (self._timer, self._tick_handle):
+            if handle is not None:
+                handle.cancel()
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Run a task that the loop keeps track of; an exception that escapes it is logged as an error."""
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+
+    def _task_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._log.error("task_failed", task=task.get_name(), exc_info=error)
+
+    # -- actions out -------------------------------------------------------------------------------------------------
+
+    def _perform(self, action: actions.Action) -> None:
+        match action:
+            case actions.Deliver():
+                outbox = self._outboxes.get((action.run_id, action.consumer_id))
+                if outbox is not None:
+                    outbox.put(action, self.clock())
+            case actions.Dispatch():
+                self._attempts += 1
+                self._idle.clear()
+                held = self._doors.get(action.engine_id)
+                if held is not None:
+                    held.attempts += 1
+                self.spawn(self._attempt(action, held), f"attempt {action.attempt_id}")
+            case actions.Abort():
+                held = self._doors.get(action.engine_id)
+                if held is not None:
+                    self.spawn(self._abort(action, held.door), f"abort {action.attempt_id}")
+            case actions.EndStream():
+                outbox = self._outboxes.get((action.run_id, action.consumer_id))
+                if outbox is not None:
+                    outbox.finish(action.error)
+            case actions.Record():
+                write = self._log.warning if action.level == "warning" else self._log.info
+                write(action.event, **action.fields)
+            case actions.Refuse():
+                pass  # the caller of post() reads it
+
+    async def _attempt(self, dispatch: actions.Dispatch, held: _Door | None) -> None:
+        end: events.Event
+        try:
+            if held is None:
+                raise EngineFault(DoorFault.BROKEN, f"engine {dispatch.engine_id} is not known any more")
+            piece = await held.door.generate(_request(dispatch), _Throttle(self).report)
+            end = events.AttemptEnded(dispatch.attempt_id, _piece(piece))
+        except EngineFault as fault:
+            partial = _piece(fault.partial) if fault.partial is not None else None
+            end = events.AttemptFailed(dispatch.attempt_id, _FAULTS[fault.kind], fault.message, partial)
+        except asyncio.CancelledError:
+            self._attempt_over(events.AttemptFailed(dispatch.attempt_id, FaultKind.BROKEN, "hung up"), held)
+            raise
+        except Exception as error:
+            self._log.error(
+                "attempt_crashed", attempt_id=dispatch.attempt_id, engine_id=dispatch.engine_id, exc_info=True
+            )
+            message = f"unexpected {type(error).__name__}: {error}"
+            end = events.AttemptFailed(dispatch.attempt_id, FaultKind.BROKEN, message)
+        self._attempt_over(end, held)
+
+    def _attempt_over(self, end: events.Event, held: _Door | None) -> None:
+        self._attempts -= 1
+        if held is not None:
+            held.attempts -= 1
+            self._close_if_unused(held)
+        try:
+            self.post(end)
+        finally:
+            if self._attempts == 0:
+                self._idle.set()
+
+    async def _abort(self, abort: actions.Abort, door: Engine) -> None:
+        try:
+            await door.abort(abort.attempt_id)
+        except EngineFault as fault:  # the core's abort_seconds deal with an abort that has no effect
+            self._log.warning(
+                "abort_failed", attempt_id=abort.attempt_id, engine_id=abort.engine_id, message=fault.message
+            )
+
+    def _close_if_unused(self, held: _Door) -> None:
+        if held.removed and held.attempts == 0:
+            self.spawn(held.door.close(), f"close {held.door.url}")
+
+    # -- ticks -------------------------------------------------------------------------------------------------------
+
+    def _arm(self) -> None:
+        if self._closed:
+            return
+        loop = asyncio.get_running_loop()
+        if self.core.wants_tick and self._tick_handle is None:
+            rest = self._tick_ended + self._tick_cost_seconds - self.clock()
+            if rest <= MIN_TIMER_SECONDS:
+                self._tick_handle = loop.call_soon(self._tick)
+            else:
+                self._tick_handle = loop.call_later(min(rest, self._interval_seconds), self._tick)
+        due = self.core.next_due()
+        if due != self._timer_due:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+            self._timer_due = due
+            if due != math.inf:
+                self._timer = loop.call_later(max(MIN_TIMER_SECONDS, due - self.clock()), self._timer_fired)
+
+    def _timer_fired(self) -> None:
+        self._timer = None
+        self._timer_due = math.inf
+        self._tick()
+
+    def _tick(self) -> None:
+        if self._tick_handle is not None:
+            self._tick_handle.cancel()
+            self._tick_handle = None
+        started = self.clock()
+        try:
+            self.post(events.Tick())
+        except Exception:  # a bug in the core: say so, and keep everything else going
+            self._log.error("scheduling_failed", exc_info=True)
+            self._tick_handle = asyncio.get_running_loop().call_later(FAILED_TICK_SECONDS, self._tick)
+            return
+        self._tick_ended = self.clock()
+        self._tick_cost_seconds = self._tick_ended - started
+        waiters, self._tick_waiters = self._tick_waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+class _Throttle:
+    """Progress of one attempt, thinned out before it becomes events."""
+
+    __slots__ = ("_loop", "_posted_at", "_posted_tokens")
+
+    def __init__(self, loop: RunLoop) -> None:
+        self._loop = loop
+        self._posted_tokens = 0
+        self._posted_at = -math.inf
+
+    def report(self, progress: Progress) -> None:
+        now = self._loop.clock()
+        if (
+            self._posted_tokens == 0
+            or progress.generated_tokens - self._posted_tokens >= PROGRESS_TOKENS
+            or now - self._posted_at >= PROGRESS_SECONDS
+        ):
+            self._posted_tokens = progress.generated_tokens
+            self._posted_at = now
+            self._loop.post(
+                events.AttemptProgress(
+                    progress.attempt_id, progress.generated_tokens, progress.prompt_tokens, progress.cached_tokens
+                )
+            )
+
+
+def refusal_of(result: list[actions.Action]) -> Refusal | None:
+    """The refusal that `post` returned, if the event was not accepted."""
+    return result[0].error if result and isinstance(result[0], actions.Refuse) else None
+
+
+def _request(dispatch: actions.Dispatch) -> AttemptRequest:
+    return AttemptRequest(
+        attempt_id=dispatch.attempt_id,
+        max_new_tokens=dispatch.max_new_tokens,
+        token_bytes=dispatch.token_bytes,
+        text=dispatch.text,
+        sampling=dispatch.sampling,
+        logprobs=dispatch.logprobs,
+        top_logprobs=dispatch.top_logprobs,
+        prompt_logprobs_from=dispatch.prompt_logprobs_from,
+        engine_params=dispatch.engine_params,
+    )
+
+
+def _piece(piece: Slice) -> Piece:
+    return Piece(
+        token_bytes=piece.token_bytes,
+        finish_reason=piece.finish_reason,
+        logprob_bytes=piece.logprob_bytes,
+        top_logprobs=piece.top_logprobs,
+        matched_stop=piece.matched_stop,
+        text=piece.text,
+        prompt_tokens=piece.prompt_tokens,
+        cached_tokens=piece.cached_tokens,
+        prompt_token_bytes=piece.prompt_token_bytes,
+        prompt_logprob_bytes=piece.prompt_logprob_bytes,
+        version_spans=piece.version_spans,
+        extras=piece.extras,
+    )

@@ -1,0 +1,95 @@
+"""What the services share: the run loop, the engines, and what this server says about itself.
+
+What this module does not know: any single RPC.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import uuid
+from dataclasses import dataclass, field
+
+from rolloutd.scheduler.refusal import Refusal
+from rolloutd.scheduler.states import Code
+from rolloutd.scheduler.views import RunView
+from rolloutd.server.config import ServerConfig
+from rolloutd.server.engine_manager import EngineManager
+from rolloutd.server.errors import not_found
+from rolloutd.server.loop import RunLoop
+from rolloutd.server.tokenizing import Tokenizers
+from rolloutd.server.translate_request import MAX_SAMPLES
+from rolloutd.v1 import Limits, ServerInfo
+
+MAX_ITEMS_PER_MESSAGE = 16_384
+MAX_PAGE_SIZE = 1000
+DEFAULT_PAGE_SIZE = 100
+
+
+def server_version() -> str:
+    try:
+        return importlib.metadata.version("rolloutd")
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
+
+
+@dataclass(slots=True)
+class ServerState:
+    """One running server. `draining`: it accepts nothing new."""
+
+    config: ServerConfig
+    loop: RunLoop
+    engines: EngineManager
+    tokenizers: Tokenizers
+    started_at: float
+    draining: bool = False
+    version: str = field(default_factory=server_version)
+    instance_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def server_info(self) -> ServerInfo:
+        scheduler = self.config.scheduler
+        features = ["text_prompts.engine"]
+        features += [f"text_prompts.{name}" for name, pool in self.config.pools.items() if pool.tokenizer]
+        return ServerInfo(
+            version=self.version,
+            instance_id=self.instance_id,
+            uptime_seconds=self.loop.clock() - self.started_at,
+            draining=self.draining,
+            limits=Limits(
+                max_message_bytes=self.config.max_message_bytes,
+                max_items_per_message=MAX_ITEMS_PER_MESSAGE,
+                max_samples=MAX_SAMPLES,
+                queue_capacity_rollouts=scheduler.queue.queue_capacity,
+                queue_capacity_bytes=scheduler.queue.queue_capacity_bytes,
+                max_consumers_per_run=scheduler.delivery.max_consumers_per_run,
+                max_runs=scheduler.delivery.max_runs,
+                max_page_size=MAX_PAGE_SIZE,
+            ),
+            features=sorted(features),
+        )
+
+    def run_view(self, run_id: str) -> RunView | None:
+        return self.loop.core.run_view(run_id, self.loop.clock())
+
+    def policy_version(self, run_id: str) -> int:
+        view = self.run_view(run_id)
+        return view.policy_version if view is not None else 0
+
+    def fence(self, run_id: str, epoch: int | None) -> Refusal | int:
+        """The epoch to act with: the caller's own, or the run's for an operator's call (None). Refuses an old one."""
+        view = self.run_view(run_id)
+        if view is None:
+            return not_found("run", run_id)
+        if epoch is None:
+            return view.epoch
+        return fenced(epoch, view.epoch) or epoch
+
+
+def fenced(epoch: int, current: int) -> Refusal | None:
+    """The refusal of a trainer that is older than the newest the run has seen."""
+    if epoch >= current:
+        return None
+    return Refusal(
+        Code.ABORTED,
+        "FENCED",
+        f"trainer_epoch {epoch} is fenced: the run has seen {current}; a newer trainer owns it, stop this one",
+    )

@@ -1,0 +1,299 @@
+"""From what the core says to the contract's messages: events of a stream, results, rollouts, decisions.
+
+Invariants
+- Enum values of the contract are the core's plus one (zero is UNSPECIFIED) where the lists agree; else a table.
+- A result says exactly what the core's result says; nothing is rounded or left out.
+
+What this module does not know: streams and RPCs.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from google.protobuf import struct_pb2
+
+from rolloutd.scheduler import actions
+from rolloutd.scheduler.result import RolloutResult
+from rolloutd.scheduler.states import Gate, RolloutState, TaskType
+from rolloutd.scheduler.views import Decision, DecisionKind, RolloutView, StoryEntry
+from rolloutd.server.errors import to_error
+from rolloutd.server.outbox import ItemRefused
+from rolloutd.v1 import (
+    ITEM_KIND_SUBMISSION,
+    Accepted,
+    Attached,
+    Candidate,
+    Event,
+    GroupFinished,
+    Notice,
+    Progress,
+    Rejected,
+    Rollout,
+    ServerInfo,
+    Span,
+    Times,
+    TopLogprobs,
+)
+from rolloutd.v1 import Decision as DecisionMessage
+from rolloutd.v1 import RolloutResult as ResultMessage
+from rolloutd.v1 import StoryEntry as StoryMessage
+from rolloutd.v1.result_pb2 import (
+    FINISH_REASON_ABORT,
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
+    FINISH_REASON_UNSPECIFIED,
+    FinishReason,
+)
+
+_FINISH_REASONS: Mapping[str, FinishReason.ValueType] = {
+    "stop": FINISH_REASON_STOP,
+    "length": FINISH_REASON_LENGTH,
+    "abort": FINISH_REASON_ABORT,
+}
+
+# The contract shows a rollout that is held on purpose apart from one that waits for its turn.
+_HELD_GATES = frozenset({Gate.HELD_FOR_LEADER, Gate.HELD_FOR_PREFIX})
+_STATES = {
+    RolloutState.QUEUED: 1,
+    RolloutState.DISPATCHED: 3,
+    RolloutState.RUNNING: 4,
+    RolloutState.ABORTING: 5,
+    RolloutState.FINISHED: 6,
+}
+_HELD_STATE = 2
+
+_NOTICES = {
+    actions.NoticeKind.NO_CAPACITY: 1,
+    actions.NoticeKind.BUDGET_CHANGED: 3,
+    actions.NoticeKind.BUDGET_LEASE_EXPIRED: 4,
+    actions.NoticeKind.DRAINING: 5,
+    actions.NoticeKind.RESULTS_EXPIRED: 9,
+}
+
+_DECISIONS = {
+    DecisionKind.DISPATCHED: 1,
+    DecisionKind.HELD: 2,
+    DecisionKind.PREEMPTED: 3,
+    DecisionKind.INTERRUPTED: 3,
+    DecisionKind.RETRIED: 4,
+    DecisionKind.PROMOTED: 5,
+    DecisionKind.REFUSED: 6,
+}
+
+
+def to_state(state: RolloutState, gate: Gate = Gate.OPEN) -> Any:
+    """The contract's state number."""
+    if state is RolloutState.QUEUED and gate in _HELD_GATES:
+        return _HELD_STATE
+    return _STATES[state]
+
+
+def to_event(entry: actions.Deliver | ItemRefused, server: ServerInfo, policy_version: int) -> Event:
+    """One event of a stream. `server` goes into Attached."""
+    if isinstance(entry, ItemRefused):
+        kind: Any = entry.kind
+        return Event(rejected=Rejected(rollout_id=entry.rollout_id, kind=kind, error=to_error(entry.error)))
+    event = entry.event
+    match event:
+        case actions.Finished():
+            return Event(cursor=entry.cursor, finished=to_result(event.result))
+        case actions.GroupFinished():
+            group = GroupFinished(
+                group_id=event.group_id,
+                complete=event.complete,
+                rollout_ids=event.rollout_ids,
+                failed_rollout_ids=event.failed_rollout_ids,
+            )
+            return Event(cursor=entry.cursor, group_finished=group)
+        case actions.Accepted():
+            accepted = Accepted(
+                rollout_id=event.rollout_id,
+                state=to_state(event.state),
+                queue_position=event.queue_position,
+                matched_prefix_tokens=event.matched_prefix_tokens,
+                estimated_start_seconds=event.estimated_start_seconds,
+                attached=event.attached,
+                policy_version=policy_version,
+            )
+            return Event(accepted=accepted)
+        case actions.Rejected():
+            rejected = Rejected(rollout_id=event.rollout_id, kind=ITEM_KIND_SUBMISSION, error=to_error(event.error))
+            return Event(rejected=rejected)
+        case actions.Progressed():
+            progress = Progress(
+                rollout_id=event.rollout_id, generated_tokens=event.generated_tokens, engine_id=event.engine_id
+            )
+            return Event(progress=progress)
+        case actions.Notice():
+            notice: Any = _NOTICES[event.kind]
+            return Event(
+                notice=Notice(kind=notice, message=event.message, seconds=event.seconds, policy_version=policy_version)
+            )
+        case actions.Attached():
+            attached = Attached(
+                cursor=event.cursor,
+                pending_events=event.undelivered_events,
+                unfinished_rollouts=event.unfinished_rollouts,
+                server=server,
+                policy_version=policy_version,
+            )
+            return Event(attached=attached)
+
+
+def to_result(result: RolloutResult) -> ResultMessage:
+    """The end of one rollout."""
+    rollout_class: Any = result.rollout_class + 1
+    task_type: Any = result.task_type + 1
+    outcome: Any = result.outcome + 1
+    message = ResultMessage(
+        rollout_id=result.rollout_id,
+        run_id=result.run_id,
+        group_id=result.group_id,
+        sample_index=result.sample_index,
+        session_id=result.session_id,
+        turn=result.turn,
+        rollout_class=rollout_class,
+        task_type=task_type,
+        outcome=outcome,
+        complete=result.complete,
+        token_bytes=result.token_bytes,
+        logprob_bytes=result.logprob_bytes,
+        text=result.text,
+        prompt_token_bytes=result.prompt_token_bytes,
+        prompt_logprob_bytes=result.prompt_logprob_bytes,
+        finish_reason=_finish_reason(result),
+        spans=[
+            Span(
+                policy_version=span.policy_version,
+                engine_version=span.engine_version,
+                start=span.start,
+                end=span.end,
+                engine_id=span.engine_id,
+                attempt=span.attempt,
+            )
+            for span in result.spans
+        ],
+        engine_id=result.engine_id,
+        batch_id=to_batch_id(result.batch_id),
+        attempts=result.attempts,
+        preemptions=result.preemptions,
+        prompt_tokens=result.prompt_tokens,
+        cached_tokens=result.cached_tokens,
+        generated_tokens=result.generated_tokens,
+        clipped=result.clipped,
+        prompt_hash=result.prompt_hash,
+        times=Times(
+            queued_seconds=result.queued_seconds,
+            first_token_seconds=result.first_token_seconds,
+            running_seconds=result.running_seconds,
+            total_seconds=result.total_seconds,
+        ),
+    )
+    if result.step is not None:
+        message.step = result.step
+    if result.error is not None:
+        message.error.CopyFrom(to_error(result.error))
+    for row in result.top_logprobs:
+        message.top_logprobs.append(
+            TopLogprobs(token_ids=[token for _, token in row], logprobs=[logprob for logprob, _ in row])
+        )
+    if isinstance(result.matched_stop, int):
+        message.matched_token_id = result.matched_stop
+    elif isinstance(result.matched_stop, str):
+        message.matched_string = result.matched_stop
+    if result.extras:
+        message.extras.CopyFrom(to_struct(result.extras))
+    return message
+
+
+def to_batch_id(batch_id: int) -> str:
+    """Batches are numbered from 1 in the core; 0 is none."""
+    return str(batch_id) if batch_id else ""
+
+
+def to_rollout(view: RolloutView, with_result: bool) -> Rollout:
+    """A rollout as it is now."""
+    rollout_class: Any = view.rollout_class + 1
+    task_type: Any = view.task_type + 1
+    message = Rollout(
+        rollout_id=view.rollout_id,
+        run_id=view.run_id,
+        consumer_id=view.consumer_id,
+        state=to_state(view.state, view.gate),
+        rollout_class=rollout_class,
+        task_type=task_type,
+        group_id=view.group_id,
+        stratum=view.stratum,
+        prompt_tokens=view.prompt_tokens,
+        generated_tokens=view.generated_tokens,
+        attempts=view.attempts,
+        preemptions=view.preemptions,
+        engine_id=view.engine_id,
+    )
+    if with_result and view.result is not None:
+        message.result.CopyFrom(to_result(view.result))
+    return message
+
+
+def to_decision(decision: Decision, now: float, policy_version: int) -> DecisionMessage:
+    """`now` on the core's clock, for the age."""
+    kind: Any = _DECISIONS[decision.kind]
+    return DecisionMessage(
+        age_seconds=max(0.0, now - decision.at_seconds),
+        kind=kind,
+        batch_id=to_batch_id(decision.batch_id),
+        engine_id=decision.engine_id,
+        gate="" if decision.gate is Gate.OPEN else decision.gate.name.lower(),
+        candidates=[
+            Candidate(
+                engine_id=candidate.engine_id,
+                hit_tokens=candidate.hit_tokens,
+                terms=dict(candidate.terms),
+                score=candidate.score,
+            )
+            for candidate in decision.candidates
+        ],
+        message=decision.message,
+        policy_version=policy_version,
+    )
+
+
+def to_story_entry(entry: StoryEntry, now: float) -> StoryMessage:
+    """The core tells a move as "FROM -> TO: cause"; anything else is a cause alone."""
+    move, separator, cause = entry.text.partition(": ")
+    before, arrow, after = move.partition(" -> ")
+    if not separator or not arrow:
+        before, after, cause = "", "", entry.text
+    return StoryMessage(age_seconds=max(0.0, now - entry.at_seconds), from_state=before, to_state=after, cause=cause)
+
+
+def to_struct(values: Mapping[str, Any]) -> struct_pb2.Struct:
+    """Plain values as a Struct; bytes as base64 text, numbers that JSON has no form for as text."""
+    message = struct_pb2.Struct()
+    message.update({str(key): _plain(value) for key, value in values.items()})
+    return message
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, bytes):
+        return base64.b64encode(value).decode("ascii")
+    if isinstance(value, np.ndarray | np.generic):
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _finish_reason(result: RolloutResult) -> FinishReason.ValueType:
+    if result.task_type is TaskType.REPLAY:
+        return FINISH_REASON_UNSPECIFIED
+    return _FINISH_REASONS.get(result.finish_reason, FINISH_REASON_UNSPECIFIED)
