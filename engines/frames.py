@@ -185,7 +185,7 @@ class Collector:
         if total is None:
             total = seen + len(ids) if self._incremental else len(ids)
         new = total - seen
-        fresh = self._fresh(ids, new, total)
+        fresh = self._fresh(ids, new, total, ended=finish is not None)
         logprobs, top = self._fresh_logprobs(meta, new)
         try:
             self._ids.extend(fresh)
@@ -198,12 +198,12 @@ class Collector:
         self._add_meta(frame, meta, seen, total)
         return new
 
-    def _fresh(self, ids: list[int], new: int, total: int) -> list[int]:
+    def _fresh(self, ids: list[int], new: int, total: int, *, ended: bool) -> list[int]:
         seen = total - new
         if new < 0:
             raise FrameError(f"the stream went back from {seen} tokens to {total}")
         if self._incremental:
-            if len(ids) != new and not self._repeats(ids, new):
+            if len(ids) != new and not self._repeats(ids, new, ended):
                 raise FrameError(f"{len(ids)} token ids where {new} are new (tokens {seen} to {total})")
             return ids[:new]
         if len(ids) != total:
@@ -212,11 +212,11 @@ class Collector:
             raise FrameError(f"a cumulative frame contradicts an earlier one at token {seen - 1}")
         return ids[seen:]
 
-    def _repeats(self, ids: list[int], new: int) -> bool:
+    def _repeats(self, ids: list[int], new: int, ended: bool) -> bool:
         """Whether an incremental frame holds known tokens only, or the odd abort frame behind some news."""
         if not new:
             return ids == self._ids[-len(ids) :].tolist()
-        return len(ids) == new + 1 and ids[-1] == ids[-2]
+        return ended and len(ids) == new + 1 and ids[-1] == ids[-2]
 
     def _last(self) -> int | None:
         return self._ids[-1] if self._ids else None

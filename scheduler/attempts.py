@@ -24,6 +24,9 @@ from rolloutd.scheduler.views import DecisionKind
 from rolloutd.scheduler.world import World
 
 RETRY_AFTER_SECONDS = 5.0
+CALLERS_WORD = frozenset(
+    {AbortReason.CANCEL, AbortReason.RUN_ENDED, AbortReason.DEADLINE}
+)  # stands, whatever came back
 
 
 def progress(world: World, event: AttemptProgress) -> None:
@@ -67,9 +70,9 @@ def ended(world: World, event: AttemptEnded) -> None:
         world.index.insert(world.namespace(rollout.run), attempt.token_bytes + piece.token_bytes, engine.cache_key)
     _wake_followers(world, attempt)
     lifecycle.close_attempt(world, attempt, piece)
-    if piece.finish_reason == "abort" and rollout.remaining_tokens > 0:
+    if piece.finish_reason == "abort" and not rollout.is_whole:
         _interrupted(world, rollout, attempt, reason)
-    elif reason in (AbortReason.CANCEL, AbortReason.RUN_ENDED, AbortReason.DEADLINE):
+    elif reason in CALLERS_WORD:
         _interrupted(world, rollout, attempt, reason)  # it finished in the same moment; the caller's word stands
     else:
         _count_engine(attempt, piece)
@@ -98,7 +101,9 @@ def failed(world: World, event: AttemptFailed) -> None:
         engine.probing = False
     else:
         engine.probing = False
-    if reason is not None and reason is not AbortReason.NO_PROGRESS:
+    if rollout.is_whole and reason not in CALLERS_WORD:
+        lifecycle.finish(world, rollout, Outcome.COMPLETED)  # only the last word was lost
+    elif reason is not None and reason is not AbortReason.NO_PROGRESS:
         _interrupted(world, rollout, attempt, reason)
     elif event.fault is FaultKind.REFUSED:
         error = Refusal(
@@ -228,7 +233,4 @@ def _fault(world: World, rollout: Rollout, message: str) -> None:
 def _retry(world: World, rollout: Rollout, message: str) -> None:
     world.retried_total += 1
     world.decide(DecisionKind.RETRIED, rollout, message, gate=Gate.OPEN)
-    if world.shutting_down:
-        lifecycle.finish(world, rollout, Outcome.SHUTDOWN)
-        return
     lifecycle.requeue(world, rollout, message, keep=rollout.on_preempt is not OnPreempt.RESTART)

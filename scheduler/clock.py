@@ -96,7 +96,7 @@ def _ttl_passed(world: World, rollout: Rollout) -> None:
     run = rollout.run
     spec = rollout.spec
     engines = world.pool_engines(run, spec.pool, spec.engine_labels)
-    waited = world.now - rollout.submitted_at
+    waited = rollout.queued_seconds + world.now - rollout.queued_at
     if any(not engine.lost and not engine.draining for engine in engines):
         error = Refusal(
             Code.UNAVAILABLE,

@@ -38,7 +38,7 @@ from rolloutd.scheduler.index_tree import PrefixForest
 __all__ = ["EngineCacheMirror", "IndexStatistics", "Namespace", "PrefixIndex"]
 
 EVICTION_POLICIES = ("lru",)
-# Nodes of the bit-cleaning pass that an insert visits per node it has to evict: about 20 us, so that orphans of dropped
+# Nodes of the bit-cleaning pass that an insert visits per node it has to evict: about 30 us, so that orphans of dropped
 # engines mostly go before live nodes and yet no insert waits for a whole pass.
 PASS_NODES_PER_EVICTION = 32
 
@@ -233,8 +233,8 @@ class PrefixIndex(PrefixForest):
         """The engine reported that of this prompt it holds only `keep_tokens`: drop its credit beyond them.
 
         Everything of this engine that shares more than `keep_tokens` (in whole pages of both) with `tokens` is cut to
-        that length, branches further down too: a cache cannot hold a suffix without its prefix. The work is in
-        proportion to the branches under the cut.
+        that length, branches further down too: a cache cannot hold a suffix without its prefix. What is kept counts as
+        used just now. The work is in proportion to the branches under the cut.
         """
         holder = self._engines.get(engine)
         root = self._roots.get(namespace)
@@ -251,8 +251,8 @@ class PrefixIndex(PrefixForest):
                 len(edge) if whole else common_bytes(edge, tokens, start, min(len(edge), len(tokens) - start), page)
             )
             if end > keep:
-                if keep > start:
-                    stem = self._split(node, keep - start)
+                stem = self._split(node, keep - start) if keep > start else node.parent
+                if stem is not None and stem is not root:
                     self._touch_path(stem)
                     if holder.max_tokens:
                         self._mark_end(holder, stem)

@@ -148,7 +148,6 @@ class PrefixForest:
         assert parent is not None
         lower.edge = upper.edge + lower.edge
         lower.parent = parent
-        lower.mask &= self._live
         parent.children[lower.edge[: self._page_bytes]] = lower
         upper.parent = None
         upper.edge = b""

@@ -44,7 +44,10 @@ def enqueue(world: World, rollout: Rollout) -> None:
 
 
 def requeue(world: World, rollout: Rollout, why: str, *, keep: bool = True) -> None:
-    """Back to the queue after an attempt; without `keep` the tokens written so far are dropped."""
+    """Back to the queue after an attempt; without `keep` the tokens written so far are dropped. At shutdown it ends."""
+    if world.shutting_down:
+        finish(world, rollout, Outcome.SHUTDOWN)
+        return
     if not keep or rollout.on_preempt is OnPreempt.RESTART or not rollout.resumable:
         rollout.pieces.clear()
         rollout.pieces_by.clear()
@@ -166,6 +169,7 @@ def close_attempt(world: World, attempt: Attempt, piece: Piece | None) -> None:
     attempt.engine.attempts.pop(attempt.attempt_id, None)
     rollout.attempt = None
     rollout.running_seconds += now - attempt.dispatched_at
+    rollout.ttl_at += now - attempt.dispatched_at  # the limit is on waiting, and that was not waiting
     for entry in world.computing.end(attempt.stems):
         queueing.wake(world, entry)
     attempt.stems = ()
@@ -251,6 +255,9 @@ def _result(rollout: Rollout, outcome: Outcome, error: Refusal | None, now: floa
         offset += tokens
     logprobs = b"".join(piece.logprob_bytes for piece in pieces)
     generated = offset
+    finish_reason = last.finish_reason if last is not None else "abort"
+    if finish_reason == "abort" and outcome is Outcome.COMPLETED:
+        finish_reason = "length"  # stopped by us after its last token
     first_cached = pieces[0].cached_tokens if pieces else 0
     return RolloutResult(
         run_id=rollout.run.run_id,
@@ -271,7 +278,7 @@ def _result(rollout: Rollout, outcome: Outcome, error: Refusal | None, now: floa
         text="".join(piece.text for piece in pieces),
         prompt_token_bytes=pieces[0].prompt_token_bytes if pieces else b"",
         prompt_logprob_bytes=pieces[0].prompt_logprob_bytes if pieces else b"",
-        finish_reason=last.finish_reason if last is not None else "abort",
+        finish_reason=finish_reason,
         matched_stop=last.matched_stop if last is not None else None,
         spans=tuple(spans),
         engine_id=rollout.pieces_by[-1][0] if rollout.pieces_by else "",

@@ -100,6 +100,7 @@ class Scheduler:
                 fleet.forget_removed(world)
             case Tick():
                 clock.fire_due(world)
+                fleet.forget_removed(world)
                 if world.dirty:
                     placement.schedule(world)
                 clock.end_drained_streams(world)

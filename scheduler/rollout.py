@@ -201,6 +201,13 @@ class Rollout:
     def remaining_tokens(self) -> int:
         return self.max_new_tokens - self.kept_tokens
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has all that was asked for: every token it may write; for a REPLAY, the prompt's log-probs."""
+        if self.task_type is TaskType.REPLAY:
+            return any(piece.prompt_logprob_bytes for piece in self.pieces)
+        return self.remaining_tokens <= 0
+
     def move(self, state: RolloutState, now: float, why: str) -> None:
         """Change state; raises IllegalMove where the table has no such move."""
         if state not in MOVES[self.state]:

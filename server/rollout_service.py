@@ -116,7 +116,7 @@ class RolloutService(RolloutServiceServicer):
             raise field_error("rollout_ids", "an id must not be empty")
         epoch = self._epoch(request.run_id, request.trainer_epoch if request.HasField("trainer_epoch") else None)
         response = CancelRolloutsResponse()
-        known = []
+        known: list[str] = []
         for rollout_id in request.rollout_ids:
             found = find_rollouts(self._state, request.run_id, rollout_id)
             if not found:

@@ -1,8 +1,8 @@
 """`rolloutd submit`: rollouts from a JSONL file, results into another, resumable.
 
 Invariants
-- Every line of the input becomes exactly one line per sample of the output, a result or an error; a bad line stops nothing.
-- Lines are written as results come and whole; what is already there without an error is not run again.
+- Every line of the input becomes one line per sample in the output, or one with its error; a bad line stops nothing.
+- Lines are written as results come, and acknowledged after that. Started again, it runs what is missing and what failed.
 - A line without an id gets one made of the file's name and its number, the same on every start.
 
 What this module does not know: the contract (the client does).
@@ -26,96 +26,134 @@ def submit(server: str, run_id: str, source: Path, target: Path, in_flight: int)
     """Returns 0 when every line has its result, 1 when some have errors or the server went away."""
     try:
         lines = source.read_text(encoding="utf-8").splitlines()
-        done = _done(target)
+        written = _Written(target)
         with target.open("a", encoding="utf-8") as out:
-            return asyncio.run(_run(server, run_id, source.stem, lines, done, out, in_flight))
+            return asyncio.run(_run(server, run_id, source.stem, lines, written, out, in_flight))
     except OSError as error:
         print(f"rolloutd: {error.filename}: {error.strerror or error}", file=sys.stderr)
         return 1
 
 
-def _done(target: Path) -> set[str]:
-    """Submissions whose results are in the output already; a torn last line counts as absent."""
-    done: set[str] = set()
-    if not target.exists():
-        return done
-    for text in target.read_text(encoding="utf-8").splitlines():
+class _Written:
+    """What the output holds already. A torn last line counts as absent."""
+
+    def __init__(self, target: Path) -> None:
+        self._last: dict[str, tuple[int, bool]] = {}  # submission -> (last attempt, whether a sample of it failed)
+        self.ends_torn = False
+        if not target.exists():
+            return
+        text = target.read_text(encoding="utf-8")
+        self.ends_torn = bool(text) and not text.endswith("\n")
+        for entry in text.splitlines():
+            try:
+                line = json.loads(entry)
+            except ValueError:
+                continue
+            submission = line.get("submission") if isinstance(line, dict) else None
+            if not isinstance(submission, str):
+                continue
+            attempt, failed = line.get("attempt", 0), line.get("error") is not None
+            if attempt > self._last.get(submission, (-1, False))[0]:
+                self._last[submission] = (attempt, failed)
+            elif failed:
+                self._last[submission] = (attempt, True)
+
+    def has(self, submission: str) -> bool:
+        return submission in self._last and not self._last[submission][1]
+
+    def attempt(self, submission: str) -> int:
+        """0, or one more than the last attempt that failed: the server does not run an id twice."""
+        attempt, failed = self._last.get(submission, (0, False))
+        return attempt + 1 if failed else attempt
+
+
+class _Job:
+    """One run over the input."""
+
+    def __init__(self, client: Client, stem: str, written: _Written, out: TextIO) -> None:
+        self._client = client
+        self._stem = stem
+        self._written = written
+        self._out = out
+        self.failed = 0
+
+    async def line(self, number: int, text: str) -> None:
+        """Run one line and write what came of it."""
+        submission = f"{self._stem}-{number}"
+        attempt = 0
         try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and line.get("error") is None and "submission" in line:
-            done.add(line["submission"])
-    return done
+            options = json.loads(text)
+            if not isinstance(options, dict):
+                raise ValueError(f"must be an object, got {type(options).__name__}")
+            submission = str(options.pop("rollout_id", submission))
+            if self._written.has(submission):
+                return
+            attempt = self._written.attempt(submission)
+            if "prompt" not in options:
+                raise ValueError("has no `prompt` (text or a list of token ids)")
+            prompt = options.pop("prompt")
+            rollout_id = f"{submission}.{attempt}" if attempt else submission
+            results = await self._client.generate_group(prompt, rollout_id=rollout_id, **options)
+        except ServerUnavailable:
+            raise
+        except (ValueError, TypeError, RolloutdError) as error:
+            self.failed += 1
+            row = {"submission": submission, "attempt": attempt, "line": number}
+            self._write([row | {"error": f"{type(error).__name__}: {error}"}])
+            return
+        self.failed += any(not result.ok for result in results)
+        self._write([_row(result, submission, attempt, number) for result in results])
+        for result in results:  # only now: what was not written comes again
+            self._client.acknowledge(result)
+
+    def _write(self, rows: list[dict[str, Any]]) -> None:
+        self._out.writelines(json.dumps(row) + "\n" for row in rows)
+        self._out.flush()
 
 
 async def _run(
-    server: str, run_id: str, stem: str, lines: list[str], done: set[str], out: TextIO, in_flight: int
+    server: str, run_id: str, stem: str, lines: list[str], written: _Written, out: TextIO, in_flight: int
 ) -> int:
     room = asyncio.Semaphore(in_flight)
-    failed = 0
-    columns = (
-        TextColumn("rollouts"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    if out.tell() and not _ends_with_newline(out):
+    if written.ends_torn:
         out.write("\n")
+    columns = (TextColumn("rollouts"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    gone: str | None = None
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("rollouts", total=sum(bool(text.strip()) for text in lines))
+
+        async def one(job: _Job, number: int, text: str) -> None:
+            try:
+                await job.line(number, text)
+                progress.advance(bar)
+            finally:
+                room.release()
+
+        failed = 0
         try:
-            async with connect(server, run=run_id, consumer=f"submit-{stem}") as client:
+            consumer = f"submit-{stem}"
+            async with connect(server, run=run_id, consumer=consumer, auto_acknowledge=False) as client:
+                job = _Job(client, stem, written, out)
                 async with asyncio.TaskGroup() as group:
-
-                    async def one(number: int, text: str) -> None:
-                        nonlocal failed
-                        try:
-                            rows = await _line(client, stem, number, text, done)
-                            failed += any(row["error"] is not None for row in rows)
-                            out.writelines(json.dumps(row) + "\n" for row in rows)
-                            out.flush()
-                            progress.advance(bar)
-                        finally:
-                            room.release()
-
                     for number, text in enumerate(lines, start=1):
                         if text.strip():
                             await room.acquire()
-                            group.create_task(one(number, text))
-        except* ServerUnavailable as errors:
-            print(f"rolloutd: {errors.exceptions[0]}; run the same command again to go on", file=sys.stderr)
-            return 1
+                            group.create_task(one(job, number, text))
+                failed = job.failed
+        except* RolloutdError as errors:
+            gone = str(errors.exceptions[0])
+    if gone is not None:
+        print(f"rolloutd: {gone}; run the same command again to go on", file=sys.stderr)
+        return 1
     if failed:
-        print(f"rolloutd: {failed} lines failed; their errors are in the output", file=sys.stderr)
+        print(f"rolloutd: {failed} lines failed; their errors are in the output, run again to retry", file=sys.stderr)
     return 1 if failed else 0
 
 
-async def _line(client: Client, stem: str, number: int, text: str, done: set[str]) -> list[dict[str, Any]]:
-    """Run one line; nothing to write for one that is done."""
-    submission_id = f"{stem}-{number}"
-    try:
-        options = json.loads(text)
-        if not isinstance(options, dict):
-            raise ValueError(f"must be an object, got {type(options).__name__}")
-        submission_id = options.setdefault("rollout_id", submission_id)
-        if submission_id in done:
-            return []
-        if "prompt" not in options:
-            raise ValueError("has no `prompt` (text or a list of token ids)")
-        prompt = options.pop("prompt")
-        results = await client.generate_group(prompt, **options)
-    except ServerUnavailable:
-        raise
-    except (ValueError, TypeError, RolloutdError) as error:
-        return [{"submission": submission_id, "line": number, "error": f"{type(error).__name__}: {error}"}]
-    return [_row(result, submission_id, number) for result in results]
-
-
-def _row(result: RolloutResult, submission_id: str, number: int) -> dict[str, Any]:
+def _row(result: RolloutResult, submission: str, attempt: int, number: int) -> dict[str, Any]:
     return {
-        "submission": submission_id,
+        "submission": submission,
+        "attempt": attempt,
         "line": number,
         "rollout_id": result.rollout_id,
         "outcome": result.outcome,
@@ -132,9 +170,3 @@ def _row(result: RolloutResult, submission_id: str, number: int) -> dict[str, An
         "queued_seconds": result.times.queued_seconds,
         "total_seconds": result.times.total_seconds,
     }
-
-
-def _ends_with_newline(out: TextIO) -> bool:
-    with open(out.name, "rb") as file:
-        file.seek(-1, 2)
-        return file.read(1) == b"\n"

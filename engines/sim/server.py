@@ -69,7 +69,7 @@ class SimServer:
         self.faults = FaultBoard(loop.time)
         self._crash_on_bad_token: bool = args.crash_on_bad_token
         self._host: str = args.host
-        self._port: int = args.port
+        self.port: int = args.port
         seed = random.SystemRandom().getrandbits(30)
         self.state = StateRoutes(
             self.driver, self.faults, args.model_path, args.host, args.port, seed, time.perf_counter() - started
@@ -83,12 +83,13 @@ class SimServer:
         self._site: web.TCPSite | None = None
 
     async def start(self) -> None:
-        """Listen."""
+        """Listen. Port 0 takes a free one; see `port`."""
         await self._runner.setup()
         await self._listen()
+        self.port = self.state.port = self._runner.addresses[0][1]
 
     async def _listen(self) -> None:
-        self._site = web.TCPSite(self._runner, self._host, self._port, reuse_address=True)
+        self._site = web.TCPSite(self._runner, self._host, self.port, reuse_address=True)
         await self._site.start()
 
     async def close(self) -> None:
@@ -243,7 +244,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     flag = argparse.BooleanOptionalAction
     add("--host", default="127.0.0.1", help="address to listen on")
-    add("--port", type=int, required=True, help="port to listen on")
+    add("--port", type=int, required=True, help="port to listen on; 0 takes a free one, printed at start")
     add("--slots", "--max-running-requests", type=int, default=32, help="sequences that run at once")
     add("--kv-tokens", "--max-total-tokens", type=int, default=200_000, help="KV capacity, tokens")
     add("--page-size", type=int, default=16, help="KV page, tokens")
@@ -292,7 +293,7 @@ async def serve(args: argparse.Namespace, started: float) -> None:
     loop.add_signal_handler(signal.SIGTERM, term.set)
     loop.add_signal_handler(signal.SIGINT, interrupt.set)
     gc.freeze()
-    print(f"simulated engine listening on http://{args.host}:{args.port}", flush=True)
+    print(f"simulated engine listening on http://{args.host}:{server.port}", flush=True)
 
     async def until_drained() -> None:
         await term.wait()

@@ -54,7 +54,7 @@ class StateRoutes:
         self._faults = faults
         self._model_path = model_path
         self._host = host
-        self._port = port
+        self.port = port
         self._process_seed = process_seed
         self._startup_seconds = startup_seconds
         self.stopping = False
@@ -102,7 +102,7 @@ class StateRoutes:
                 "served_model_name": self._model_path,
                 "tokenizer_path": self._model_path,
                 "host": self._host,
-                "port": self._port,
+                "port": self.port,
                 "context_length": config.context_tokens,
                 "page_size": config.page_size_tokens,
                 "max_total_tokens": config.kv_tokens,

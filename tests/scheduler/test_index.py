@@ -419,6 +419,21 @@ def test_a_cap_gives_up_tails_before_the_stem_they_share() -> None:
     assert index.match(SPACE, stem + run_of(5, 48)) == {"capped": 64}
 
 
+@pytest.mark.parametrize("fork", [False, True])
+def test_what_forget_keeps_was_used_just_now(fork: bool) -> None:
+    """With a fork the cut falls on the border of a node, without one inside an edge."""
+    index = index_of("capped", max_tokens=320)
+    index.insert(SPACE, run_of(1, 96) + run_of(2, 64), "capped")
+    if fork:
+        index.insert(SPACE, run_of(1, 96) + run_of(3, 16), "capped")
+    index.insert(SPACE, run_of(4, 96), "capped")
+    index.forget(SPACE, run_of(1, 96) + run_of(2, 64), "capped", keep_tokens=100)
+    index.insert(SPACE, run_of(5, 160), "capped")
+    index.check()
+    assert index.match(SPACE, run_of(1, 96)) == {"capped": 96}
+    assert index.match(SPACE, run_of(4, 96)) == {}
+
+
 def test_a_prompt_over_the_cap_is_cut_to_whole_engine_pages() -> None:
     index = PrefixIndex(UNBOUNDED)
     index.add_engine("capped", 64, max_tokens=150)
@@ -446,6 +461,8 @@ def test_fragments_merge_once_the_same_engines_hold_them() -> None:
     assert index.statistics().nodes == 3
     index.insert(SPACE, run_of(1, 64), "b")
     index.forget(SPACE, run_of(1, 32) + run_of(2, 32), "a", keep_tokens=32)  # the fork is gone
+    assert index.statistics().nodes == 2  # the stem was in use without its other tail
+    index.insert(SPACE, run_of(1, 64), "b")
     assert index.statistics().nodes == 1
     index.check()
 
@@ -459,7 +476,8 @@ def test_a_never_hit_tail_collapses_into_its_stem() -> None:
         index.match(SPACE, run_of(1, 64))
         index.insert(SPACE, run_of(filler, 640), "a")
         index.check()
-    assert index.match(SPACE, run_of(1, 64) + run_of(2, 1_600)) == {"a": 64}
+    for tail in (run_of(2, 1_600), run_of(3, 16)):
+        assert index.match(SPACE, run_of(1, 64) + tail) == {"a": 64}
 
 
 def test_a_dropped_engines_bit_is_not_reused_before_the_pass_is_over() -> None:

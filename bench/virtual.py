@@ -1,0 +1,375 @@
+"""Virtual time: the production core against simulated engines, as fast as the machine allows.
+
+`Simulation` plays the server: it hands events to `Scheduler.handle`, turns actions into calls on engines and engines' reports
+into events, each `latency_seconds` later, and jumps to whatever is due next. `run_workload` plays a trainer on top of it.
+
+Invariants
+- Deterministic: the same scheduler seed, engines and calls give the same actions at the same times.
+- Everything due at one instant is handled in the order in which it was put there; then, if the core wants it or a timer is
+  due, one Tick, as the server does.
+- Between two of its instants nothing changes. Times are whole nanoseconds.
+
+What this module does not know: wall time (but for the optional cost meter of `run_workload`), gRPC, HTTP.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from rolloutd.bench.metrics import RolloutRecord
+from rolloutd.bench.virtual_engine import Report, SimEngine, VirtualEngine
+from rolloutd.bench.workload import Item, Workload
+from rolloutd.engines.sim.config import MachineConfig
+from rolloutd.engines.sim.tokens import Finish, expected_output
+from rolloutd.scheduler.actions import Abort, Action, Deliver, Dispatch, Finished
+from rolloutd.scheduler.config import SchedulerConfig
+from rolloutd.scheduler.events import (
+    AcknowledgeResults,
+    AttachConsumer,
+    AttemptFailed,
+    Event,
+    JoinEngine,
+    ReportStep,
+    SubmitRollouts,
+    Tick,
+)
+from rolloutd.scheduler.machine import Scheduler
+from rolloutd.scheduler.result import RolloutResult
+from rolloutd.scheduler.spec import Acknowledgement, RolloutSpec, StepReport
+from rolloutd.scheduler.states import FaultKind, Outcome, RolloutClass, TaskType, TrainerState
+
+LATENCY_SECONDS = 0.001  # one way between server and engine: a local network and an event loop's turn
+LOAD_PERIOD_SECONDS = 1.0
+TIME_DIGITS = 9
+# Ticks at one instant before we say that the core spins: far above what the batch limit makes of a full queue.
+MAX_TICKS_AT_ONCE = 10_000
+
+Observer = Callable[[Event, list[Action]], None]
+
+
+class Simulation:
+    """See the module. `scheduler` is driven by nobody else."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        *,
+        latency_seconds: float = LATENCY_SECONDS,
+        load_period_seconds: float = LOAD_PERIOD_SECONDS,
+    ) -> None:
+        """load_period_seconds: between two load reports of an engine; 0 for none."""
+        self.scheduler = scheduler
+        self.now = 0.0
+        self.engines: dict[str, VirtualEngine] = {}
+        self.observers: list[Observer] = []
+        self.events_handled = 0
+        self.handle = scheduler.handle  # replaced by whoever wants to measure it
+        self._latency_seconds = latency_seconds
+        self._load_period_seconds = load_period_seconds
+        self._consumers: dict[tuple[str, str], Callable[[Deliver], None]] = {}
+        self._calendar: list[tuple[float, int, Callable[[], None]]] = []
+        self._engine_calendar: list[tuple[float, int, VirtualEngine]] = []
+        self._engine_due: dict[VirtualEngine, float] = {}  # its earliest entry in the calendar; later ones are stale
+        self._sequence = 0
+        self._ticks_at = (0.0, 0)
+
+    # for the workload --------------------------------------------------------------------------------------------------
+
+    def at(self, seconds: float, call: Callable[[], None]) -> None:
+        """Do something at that time (now, if it has passed)."""
+        self._sequence += 1
+        heapq.heappush(self._calendar, (max(self.now, round(seconds, TIME_DIGITS)), self._sequence, call))
+
+    def send(self, event: Event) -> list[Action]:
+        """Hand one event to the core now, and do what it asks for; returns the actions. Not to be called by observers."""
+        actions = self.handle(event, self.now)
+        self.events_handled += 1
+        for action in actions:
+            match action:
+                case Dispatch():
+                    self._later(self._submit, action)
+                case Abort():
+                    self._later(self._abort, action)
+                case Deliver():
+                    deliver = self._consumers.get((action.run_id, action.consumer_id))
+                    if deliver is not None:
+                        deliver(action)
+        for observe in self.observers:
+            observe(event, actions)
+        return actions
+
+    def add_engine(self, engine: VirtualEngine) -> None:
+        """Know the engine's door, and register the engine; reports its load from then on."""
+        engine_id = engine.facts.engine_id
+        known = engine_id in self.engines
+        self.engines[engine_id] = engine
+        self.send(JoinEngine(engine.facts))
+        self.touch(engine)
+        if self._load_period_seconds and not known:
+            self.at(self.now + self._load_period_seconds, lambda: self._report_load(engine_id))
+
+    def drop_engine(self, engine_id: str) -> None:
+        """Forget the door: calls to it fail from now on. What runs there still reports."""
+        del self.engines[engine_id]
+
+    def touch(self, engine: VirtualEngine) -> None:
+        """An engine was changed from outside: look at when it is due again."""
+        due = max(engine.next_event_seconds(), self.now)
+        if due < self._engine_due.get(engine, math.inf):
+            self._engine_due[engine] = due
+            self._sequence += 1
+            heapq.heappush(self._engine_calendar, (due, self._sequence, engine))
+
+    def connect(self, run_id: str, consumer_id: str, deliver: Callable[[Deliver], None] | None) -> None:
+        """Where this consumer's events go; None: nowhere. Deliveries must not call `send`: use `at`."""
+        if deliver is None:
+            self._consumers.pop((run_id, consumer_id), None)
+        else:
+            self._consumers[run_id, consumer_id] = deliver
+
+    # running -----------------------------------------------------------------------------------------------------------
+
+    def run(self, until_seconds: float = math.inf, stop: Callable[[], bool] | None = None) -> None:
+        """Go on until that time, or until `stop` says so after some instant, or until nothing is due any more."""
+        while True:
+            due = self._next_due()
+            if due > until_seconds or due == math.inf:
+                if until_seconds < math.inf:
+                    self.now = max(self.now, round(until_seconds, TIME_DIGITS))
+                return
+            self.now = max(self.now, due)
+            self._instant()
+            if stop is not None and stop():
+                return
+
+    def _next_due(self) -> float:
+        due = self.now if self.scheduler.wants_tick else self.scheduler.next_due()
+        if self._calendar:
+            due = min(due, self._calendar[0][0])
+        if self._engine_calendar:
+            due = min(due, self._engine_calendar[0][0])
+        return due
+
+    def _instant(self) -> None:
+        """All that is due now, then one Tick if it is wanted."""
+        while True:
+            if self._calendar and self._calendar[0][0] <= self.now:
+                heapq.heappop(self._calendar)[2]()
+            elif self._engine_calendar and self._engine_calendar[0][0] <= self.now:
+                due, _, engine = heapq.heappop(self._engine_calendar)
+                if self._engine_due.get(engine) == due:
+                    del self._engine_due[engine]
+                    self._advance(engine)
+            else:
+                break
+        if self.scheduler.wants_tick or self.scheduler.next_due() <= self.now:
+            self._tick()
+
+    def _tick(self) -> None:
+        at, count = self._ticks_at
+        count = count + 1 if at == self.now else 1
+        self._ticks_at = (self.now, count)
+        if count > MAX_TICKS_AT_ONCE:
+            raise AssertionError(f"the core asked for {count} ticks at {self.now} s: it never comes to rest")
+        self.send(Tick())
+
+    def _advance(self, engine: VirtualEngine) -> None:
+        if engine.next_event_seconds() <= self.now:
+            for report in engine.advance(self.now):
+                self._later(self.send, report)
+        self.touch(engine)
+
+    # actions and reports -----------------------------------------------------------------------------------------------
+
+    def _later(self, call: Callable[..., object], argument: Action | Report) -> None:
+        self.at(self.now + self._latency_seconds, lambda: _ignore(call(argument)))
+
+    def _submit(self, dispatch: Dispatch) -> None:
+        engine = self.engines.get(dispatch.engine_id)
+        if engine is None:
+            self.send(AttemptFailed(dispatch.attempt_id, FaultKind.BROKEN, f"no door to {dispatch.engine_id}"))
+            return
+        engine.submit(self.now, dispatch)
+        self.touch(engine)
+
+    def _abort(self, abort: Abort) -> None:
+        engine = self.engines.get(abort.engine_id)
+        if engine is not None:
+            engine.abort(self.now, abort.attempt_id)
+            self.touch(engine)
+
+    def _report_load(self, engine_id: str) -> None:
+        engine = self.engines.get(engine_id)
+        if engine is None:
+            return
+        load = engine.load(self.now)
+        if load is not None:
+            self.send(load)
+        self.at(self.now + self._load_period_seconds, lambda: self._report_load(engine_id))
+
+
+def _ignore(_: object) -> None:
+    return None
+
+
+# a trainer that submits a workload -------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class WorkloadRun:
+    """What came of a workload: one record per item in its order, and what the core cost.
+
+    ended_seconds: when the last one ended. handle_seconds: wall seconds inside `Scheduler.handle`, over `events` calls.
+    """
+
+    records: list[RolloutRecord]
+    ended_seconds: float
+    handle_seconds: float
+    events: int
+    outcomes: dict[Outcome, int] = field(default_factory=dict)
+
+    @property
+    def handle_microseconds_per_rollout(self) -> float:
+        return self.handle_seconds * 1e6 / max(1, len(self.records))
+
+
+def run_workload(
+    workload: Workload,
+    engines: Sequence[MachineConfig],
+    config: SchedulerConfig,
+    seed: int,
+    *,
+    trainer_state: TrainerState = TrainerState.WAITING,
+    latency_seconds: float = LATENCY_SECONDS,
+    prepare: Callable[[Simulation], None] | None = None,
+) -> WorkloadRun:
+    """Submit each item at its arrival, as the trainer of one run that is in `trainer_state`, until everything has ended.
+
+    prepare: called before the first submission, to watch the simulation, set budgets or plan faults.
+    """
+    simulation = Simulation(Scheduler(config, random.Random(seed), 0.0), latency_seconds=latency_seconds)
+    cost = _CostMeter(simulation)
+    trainer = _Trainer(simulation, workload, engines[0])
+    for number, machine in enumerate(engines):
+        simulation.add_engine(SimEngine(f"engine-{number}", machine))
+    simulation.send(AttachConsumer(trainer.run_id, trainer.consumer_id))
+    step = max((item.needed_by_step for item in workload.items if item.needed_by_step is not None), default=0)
+    simulation.send(ReportStep(trainer.run_id, StepReport(step=step, trainer_state=trainer_state)))
+    if prepare is not None:
+        prepare(simulation)
+    trainer.plan()
+    simulation.run(stop=lambda: not trainer.waiting)
+    if trainer.waiting:
+        raise AssertionError(f"{len(trainer.waiting)} rollouts never ended, among them {next(iter(trainer.waiting))}")
+    return WorkloadRun(
+        list(trainer.records.values()), simulation.now, cost.seconds, simulation.events_handled, trainer.outcomes
+    )
+
+
+class _CostMeter:
+    """Wall seconds spent in `Scheduler.handle`."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.seconds = 0.0
+        self._handle = simulation.handle
+        simulation.handle = self._measured  # type: ignore[method-assign]
+
+    def _measured(self, event: Event, now: float) -> list[Action]:
+        started = time.perf_counter()
+        actions = self._handle(event, now)
+        self.seconds += time.perf_counter() - started
+        return actions
+
+
+class _Trainer:
+    """One consumer of one run: submits, checks what comes back, acknowledges at once."""
+
+    run_id = "run"
+    consumer_id = "trainer"
+
+    def __init__(self, simulation: Simulation, workload: Workload, engine: MachineConfig) -> None:
+        self._simulation = simulation
+        self._engine = engine
+        self._items = {item.rollout_id: item for item in workload.items}
+        self._group_sizes: dict[str, int] = {}
+        for item in workload.items:
+            if item.group_id:
+                self._group_sizes[item.group_id] = self._group_sizes.get(item.group_id, 0) + 1
+        self.records = {item.rollout_id: RolloutRecord(item.kind, item.arrival_seconds) for item in workload.items}
+        self.waiting = set(self._items)
+        self.outcomes: dict[Outcome, int] = {}
+        simulation.connect(self.run_id, self.consumer_id, self._receive)
+        simulation.observers.append(self._note_starts)
+
+    def plan(self) -> None:
+        """Put every arrival into the calendar; what arrives together goes in one message."""
+        by_time: dict[float, list[Item]] = {}
+        for item in self._items.values():
+            by_time.setdefault(item.arrival_seconds, []).append(item)
+        for seconds, items in by_time.items():
+            event = SubmitRollouts(self.run_id, self.consumer_id, tuple(self._specs(items)))
+            self._simulation.at(seconds, lambda event=event: _ignore(self._simulation.send(event)))  # type: ignore[misc]
+
+    def _specs(self, items: Iterable[Item]) -> Iterable[RolloutSpec]:
+        for item in items:
+            yield RolloutSpec(
+                rollout_id=item.rollout_id,
+                token_bytes=item.prompt_bytes,
+                seeds=(item.sampling_seed,),
+                rollout_class=RolloutClass[item.work_class.name],
+                task_type=TaskType[item.task_type.name],
+                group_id=item.group_id,
+                group_size=self._group_sizes.get(item.group_id, 0),
+                session_id=item.session_id,
+                turn=item.turn,
+                stratum=item.stratum,
+                needed_by_step=item.needed_by_step,
+                max_new_tokens=item.max_new_tokens,
+                sampling={"custom_params": {"end_at_tokens": item.prompt_tokens + item.output_tokens}},
+            )
+
+    def _note_starts(self, event: Event, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Dispatch):
+                record = self.records[action.rollout_id]
+                if record.started_seconds is None:
+                    record.started_seconds = self._simulation.now
+
+    def _receive(self, delivery: Deliver) -> None:
+        if not isinstance(delivery.event, Finished):
+            return
+        result = delivery.event.result
+        record = self.records[result.rollout_id]
+        self.outcomes[result.outcome] = self.outcomes.get(result.outcome, 0) + 1
+        if result.outcome is Outcome.COMPLETED:
+            record.deliveries += 1
+            if record.deliveries == 1:
+                record.delivered_seconds = self._simulation.now
+                record.prompt_tokens = result.prompt_tokens
+                record.cached_tokens = result.cached_tokens
+            record.wrong_tokens += self._wrong_tokens(self._items[result.rollout_id], result)
+        self.waiting.discard(result.rollout_id)
+        acknowledge = AcknowledgeResults(
+            self.run_id, self.consumer_id, (Acknowledgement(result.rollout_id, used=record.deliveries > 0),)
+        )
+        self._simulation.at(self._simulation.now, lambda: _ignore(self._simulation.send(acknowledge)))
+
+    def _wrong_tokens(self, item: Item, result: RolloutResult) -> int:
+        """Tokens that differ from the engine's function, missing and extra ones included."""
+        expected = expected_output(
+            item.prompt_bytes,
+            item.max_new_tokens,
+            sampling_seed=item.sampling_seed,
+            end_at_tokens=item.prompt_tokens + item.output_tokens,
+            weight_version=self._engine.weight_version,
+            model=self._engine.model,
+        )
+        got = memoryview(result.token_bytes).cast("I").tolist()
+        wrong = sum(a != b for a, b in zip(got, expected.tokens, strict=False)) + abs(len(got) - len(expected.tokens))
+        ended_as_it_should = result.finish_reason == expected.finish.kind
+        return wrong + (not ended_as_it_should and expected.finish != Finish("length"))
