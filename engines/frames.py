@@ -166,6 +166,10 @@ class Collector:
         self._extras: dict[str, Any] = {}
 
     @property
+    def has_finished(self) -> bool:
+        """Whether the engine's final word has come. A call, because it changes between two looks at it."""
+        return self.finish is not None
+
     def generated_tokens(self) -> int:
         return len(self._ids)
 

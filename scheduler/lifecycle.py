@@ -280,7 +280,9 @@ def _result(rollout: Rollout, outcome: Outcome, error: Refusal | None, now: floa
         logprob_bytes=logprobs if len(logprobs) == generated * 4 else b"",
         top_logprobs=tuple(row for piece in pieces for row in piece.top_logprobs),
         text="".join(piece.text for piece in pieces),
-        prompt_token_bytes=pieces[0].prompt_token_bytes if pieces else b"",
+        prompt_token_bytes=spec.token_bytes
+        if spec.return_prompt_tokens
+        else (pieces[0].prompt_token_bytes if pieces else b""),
         prompt_logprob_bytes=pieces[0].prompt_logprob_bytes if pieces else b"",
         finish_reason=finish_reason,
         matched_stop=last.matched_stop if last is not None else None,

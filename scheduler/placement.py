@@ -254,7 +254,11 @@ def engine_gate(world: World, entry: Entry, engine: Engine) -> tuple[Gate, int]:
         return Gate.NO_ENGINE, 0
     if engine.engine_id in rollout.excluded and _another_serves(world, entry, rollout):
         return Gate.NO_ENGINE, 0
-    if facts.context_tokens and entry.prompt_tokens + rollout.remaining_tokens > facts.context_tokens:
+    if (
+        entry.text is None
+        and facts.context_tokens
+        and entry.prompt_tokens + rollout.remaining_tokens > facts.context_tokens
+    ):
         return Gate.NO_ENGINE, 0
     settings = world.config.budget
     claim = entry.claim_tokens(facts.page_tokens, settings.headroom_tokens)
