@@ -57,6 +57,7 @@ from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.spec import TOKEN_BYTES, Budget
 from rolloutd.scheduler.states import (
     SHORT_TASKS,
+    AbortReason,
     FaultKind,
     Gate,
     Outcome,
@@ -76,7 +77,7 @@ Key = tuple[str, str]  # (run id, rollout id)
 class Watched:
     """One accepted rollout and what happened to it."""
 
-    __slots__ = ("accepted_at", "busy", "cancelled", "expected", "faults", "refused", "result", "rollout")
+    __slots__ = ("accepted_at", "busy", "cancelled", "deadline_abort", "expected", "faults", "refused", "result", "rollout")
 
     def __init__(self, rollout: Rollout, accepted_at: float) -> None:
         self.rollout = rollout
@@ -87,6 +88,7 @@ class Watched:
         self.busy = 0
         self.refused = False
         self.cancelled = False
+        self.deadline_abort = False
 
 
 class Auditor:
@@ -278,7 +280,8 @@ class Auditor:
             case Outcome.RUN_ENDED:
                 assert rollout.run.run_id in self._ended_runs, what
             case Outcome.DEADLINE_EXCEEDED:
-                assert rollout.deadline_at is not None and now >= rollout.deadline_at, what
+                passed = rollout.deadline_at is not None and now >= rollout.deadline_at
+                assert passed or watched.deadline_abort, what  # a later deadline does not call back an abort
             case Outcome.QUEUE_TIMEOUT | Outcome.NO_ENGINE:
                 assert now >= rollout.ttl_at, what
             case Outcome.ENGINE_REFUSED:
@@ -350,6 +353,8 @@ class Auditor:
     def _check_abort(self, action: Abort) -> None:
         self.counts[f"aborts {action.reason.name}"] += 1
         known = self.attempts.get(action.attempt_id)
+        if known is not None and action.reason is AbortReason.DEADLINE:
+            self.watched[known[0]].deadline_abort = True
         assert known is not None, f"abort of {action.attempt_id}, which is not live"
         assert known[1] == action.engine_id, f"abort sent to {action.engine_id}, the attempt is on {known[1]}"
 

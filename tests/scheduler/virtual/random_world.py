@@ -147,8 +147,8 @@ class RandomWorld:
         self.consumers = [
             Consumer(self, run_id, f"trainer-{number}") for run_id in self.runs for number in range(rng.choice([1, 1, 2]))
         ]
-        self.horizon_seconds = rng.uniform(3.0, 15.0)
-        self.rollouts = rng.randint(5, 40)
+        self.horizon_seconds = rng.uniform(3.0, 12.0)
+        self.rollouts = rng.randint(5, 32)
         self.submitted: list[tuple[str, str]] = []  # (run id, rollout id)
         self.steps = dict.fromkeys(self.runs, 0)
         self.stems = [self._tokens(rng.randint(8, 48)) for _ in range(3)]
