@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import TypeVar
 
 import grpc
+
 from rolloutd.client.errors import Problem, RolloutdError, ServerUnavailable, error_of_problem, problem_of_status
 
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024  # either way; what a server accepts it says in Limits.max_message_bytes

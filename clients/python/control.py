@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 import grpc
+
 from rolloutd import v1
 from rolloutd.client.connection import Connection, backoff_seconds, is_transient, logger, unavailable
 from rolloutd.client.errors import ClientClosed, error_of_problem, problem_of_status

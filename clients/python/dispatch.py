@@ -25,7 +25,7 @@ from rolloutd.client.results import (
 )
 
 LATER_SECONDS = 0.05  # least wait after a refusal that says "later"
-WARNING_NOTICES = frozenset({"no_capacity", "budget_lease_expired", "draining", "replaced", "undelivered_limit"})
+WARNING_NOTICES = frozenset({"no_capacity", "budget_lease_expired", "draining", "results_expired"})
 
 WITHDRAWN = Problem("CANCELLED", "CANCELLED", "cancelled before the server had room for it")
 
@@ -46,7 +46,6 @@ class Dispatch:
         self.cursor = 0  # newest durable event taken
         self.attached_at = 0.0  # loop time
         self.progressed = False  # an event came since the owner reset this
-        self.replaced = False  # the server said another stream took our place
         self.replayed = asyncio.Event()  # the missed events have all come
         self.room = asyncio.Event()  # set whenever something was accepted
         self.unfinished_at_attach: list[Entry] = []  # to be submitted again after the replay
@@ -110,10 +109,12 @@ class Dispatch:
     def _on_event(self, event: v1.Event) -> None:
         self.progressed = True
         if event.cursor:
+            self._missed_events -= 1
+            if self._missed_events <= 0:
+                self.replayed.set()
             if event.cursor <= self.cursor:
                 return
             self.cursor = event.cursor
-            self._missed_events -= 1
         match event.WhichOneof("event"):
             case "finished":
                 self._on_finished(event.cursor, event.finished)
@@ -131,8 +132,6 @@ class Dispatch:
                 logger.debug("event of a kind this client does not know: %s", other)
                 if event.cursor:
                     self._outbox.passed(event.cursor)
-        if self._missed_events <= 0:
-            self.replayed.set()
 
     def _on_finished(self, cursor: int, message: v1.RolloutResult) -> None:
         rollout_id = message.rollout_id
@@ -157,8 +156,8 @@ class Dispatch:
 
     def _on_accepted(self, message: v1.Accepted) -> None:
         entry = self._ledger.get(message.rollout_id)
-        if entry is None:
-            return  # its results came first
+        if entry is None or entry.retry is not None:
+            return  # its results came first, or another of its samples was refused for now
         self._ledger.accept(entry)
         entry.acceptance = entry.acceptance or acceptance_of_message(message)
         entry.settle()
@@ -171,8 +170,8 @@ class Dispatch:
             logger.warning("%s of %s was refused: %s", kind, message.rollout_id, problem)
             return
         entry = self._ledger.get(message.rollout_id)
-        if entry is None:
-            return
+        if entry is None or entry.retry is not None:
+            return  # ended, or tried again already, because another of its samples was refused
         if problem.code != "RESOURCE_EXHAUSTED":
             self.refuse(entry, problem)
             return
@@ -196,7 +195,6 @@ class Dispatch:
 
     def _on_news(self, message: v1.Notice) -> None:
         notice = notice_of_message(message)
-        self.replaced = self.replaced or notice.kind == "replaced"
         log = logger.warning if notice.kind in WARNING_NOTICES else logger.info
         log("rolloutd says %s: %s (%.1f s)", notice.kind, notice.message, notice.seconds)
         self._on_notice(notice)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+
 from rolloutd import v1
 from rolloutd.client.words import Outcome
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 STATUS_DETAILS_KEY = "grpc-status-details-bin"  # where google.rpc.Status travels, by gRPC's convention
 CODE_NAMES: dict[int, str] = {code.value[0]: code.name for code in grpc.StatusCode}
-FENCING_REASONS = frozenset({"FENCED", "REPLACED"})
+FENCED_REASON = "FENCED"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ def problem_of_status(error: grpc.aio.AioRpcError) -> Problem:
 
 def error_of_problem(problem: Problem) -> RolloutdError:
     """The exception for an answer of the server."""
-    if problem.code == "ABORTED" and problem.reason in FENCING_REASONS:
+    if problem.code == "ABORTED" and problem.reason == FENCED_REASON:
         return Fenced(str(problem))
     if problem.code in {"UNAUTHENTICATED", "PERMISSION_DENIED"}:
         return Unauthorized(problem)

@@ -99,7 +99,7 @@ class Outbox:
             return None
         message = f"a submission of {entry.size_bytes} bytes does not fit the server's max_message_bytes of {limit}"
         return Problem(
-            "INVALID_ARGUMENT", "INVALID_FIELD", message, (("prompt", "shorten it, or raise the server's limit"),)
+            "INVALID_ARGUMENT", "INVALID_ARGUMENT", message, (("prompt", "shorten it, or raise the server's limit"),)
         )
 
     def next_message(self) -> tuple[v1.SubmitRolloutRequest, list[tuple[Entry, Problem]]]:

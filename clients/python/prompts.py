@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+
 from rolloutd import v1
 
 TOKEN_BYTES = 4  # RolloutSubmission.token_bytes: little-endian uint32

@@ -4,12 +4,13 @@ Invariants: everything here is frozen; token ids and log-probs are read-only vie
 engine gave them; `len(logprobs)` is `len(tokens)` or 0. What this does not know: delivery and acknowledgement.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from google.protobuf.json_format import MessageToDict
+
 from rolloutd import v1
 from rolloutd.client.errors import Problem, RolloutFailed, problem_of_message
 from rolloutd.client.words import FinishReason, NoticeKind, Outcome, RolloutClass, RolloutState, TaskType, word_of
@@ -52,8 +53,9 @@ class RolloutResult:
     outcome: Outcome
     complete: bool = False  # every token that was asked for is here; False with tokens: a partial rollout
     problem: Problem | None = None  # why, when the outcome is not "completed"
-    tokens: Tokens = NO_TOKENS  # generated ids
-    logprobs: Logprobs = NO_LOGPROBS  # natural log of each generated token's probability; empty: not asked for
+    tokens: Tokens = field(default_factory=lambda: NO_TOKENS)  # generated ids
+    # Natural log of each generated token's probability; empty: not asked for.
+    logprobs: Logprobs = field(default_factory=lambda: NO_LOGPROBS)
     finish_reason: FinishReason | None = None
     matched_stop: int | str | None = None  # the token id or string that ended generation
     text: str = ""  # only for text prompts
@@ -66,8 +68,12 @@ class RolloutResult:
     task_type: TaskType | None = None
     spans: tuple[Span, ...] = ()  # in order, covering `tokens`
     top_logprobs: tuple[tuple[Tokens, Logprobs], ...] = ()  # per generated token: ids and log-probs, best first
-    prompt_token_ids: Tokens = NO_TOKENS  # of a text prompt, where the server or engine returned them
-    prompt_logprobs: Logprobs = NO_LOGPROBS  # replay: one per prompt token, NaN where there is none
+    prompt_token_ids: Tokens = field(
+        default_factory=lambda: NO_TOKENS
+    )  # of a text prompt, where the server or engine returned them
+    prompt_logprobs: Logprobs = field(
+        default_factory=lambda: NO_LOGPROBS
+    )  # replay: one per prompt token, NaN where there is none
     engine_id: str = ""
     batch_id: str = ""
     attempts: int = 0
@@ -76,7 +82,7 @@ class RolloutResult:
     cached_tokens: int = 0  # of those, served from the engine's prefix cache in the first attempt
     clipped: bool = False  # max_new_tokens was shortened to fit the context
     prompt_hash: str = ""
-    times: Times = Times()
+    times: Times = field(default_factory=Times)
     extras: dict[str, Any] | None = None  # what the engine added because of engine_params
 
     @property

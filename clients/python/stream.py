@@ -1,8 +1,8 @@
 """The SubmitRollout stream of one consumer, kept alive.
 
-One task runs one session after the other: open a fresh channel, say hello with the last cursor, then read and write until
-the stream breaks; back off, and again. After a re-attach the missed events come first, then everything not ended is
-submitted again (by id: the server attaches it, or runs it if it has lost it).
+One task runs one session after the other: open a fresh channel, say hello with the cursor up to which everything is dealt
+with, then read and write until the stream breaks; back off, and again. After a re-attach the missed events come first, then
+everything not ended is submitted again (by id: the server attaches it, or runs it if it has lost it).
 
 Invariants: one writer and one reader per session; the reader pauses (and HTTP/2 with it the server) while the inbox is full and
 nobody waits for anything else; nobody waits for ever: when the server is gone for `reconnect_seconds`, or has fenced us, every
@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from typing import cast
 
 import grpc
+
 from rolloutd import v1
-from rolloutd.client.connection import backoff_seconds, logger, open_channel, unavailable
+from rolloutd.client import connection
+from rolloutd.client.connection import backoff_seconds, logger, unavailable
 from rolloutd.client.dispatch import Dispatch
 from rolloutd.client.errors import ClientClosed, Fenced, Problem, error_of_problem, problem_of_status
 from rolloutd.client.inbox import Inbox
@@ -28,9 +30,11 @@ from rolloutd.client.results import Acceptance, Notice
 
 # A busy writer waits this long after its last message, so that items gather; an idle one sends at once.
 COALESCE_SECONDS = 0.002
+REMINDER_SECONDS = 30.0  # an outage is logged this often
 ATTACH_SECONDS = 20.0  # longest wait for the answer to hello
 REPLAY_SECONDS = 10.0  # longest wait for missed events before unfinished work is submitted again
 STABLE_SECONDS = 5.0  # a session that lasted this long ends an outage, even if nothing happened in it
+CANCEL_SECONDS = 0.5  # after cancelling a stream: longest wait for what is pending on it to end by itself
 CLOSE_SECONDS = 2.0  # at close: longest wait for the last acknowledgements to go out, and for the server's goodbye
 UNFINISHED_CLOSE_SECONDS = 0.2  # the latter when rollouts are unfinished: the server would go on until they end
 MAX_UNACCEPTED_BYTES = 64 * 1024 * 1024
@@ -100,11 +104,12 @@ class RolloutStream:
     async def submit(self, entry: Entry) -> None:
         """Takes an entry, at once or as soon as enough others are accepted."""
         self.raise_failure()
-        with self.waiting():
-            while self._crowded(entry):
-                self._dispatch.room.clear()
-                await self._dispatch.room.wait()
-                self.raise_failure()
+        if self._crowded(entry):
+            with self.waiting():
+                while self._crowded(entry):
+                    self._dispatch.room.clear()
+                    await self._dispatch.room.wait()
+                    self.raise_failure()
         self._ledger.add(entry)
         self._outbox.submit(entry)
 
@@ -154,17 +159,20 @@ class RolloutStream:
     async def _run(self) -> None:
         try:
             await self._sessions()
-        except Exception as error:  # noqa: BLE001 - of whatever kind: those who wait get it
+        except Exception as error:  # of whatever kind: those who wait get it
             self._fail(error)
 
     async def _sessions(self) -> None:
         loop = asyncio.get_running_loop()
         outage_since: float | None = None
         delays = backoff_seconds()
-        while not self._closing:
+        quiet_until = 0.0
+        while True:
             started = loop.time()
             self._dispatch.progressed = False
             problem = await self._session()
+            if self._closing:
+                return
             now = loop.time()
             attached_and_useful = self._dispatch.progressed and problem.code in PASSING
             if attached_and_useful or now - started > STABLE_SECONDS and self._dispatch.attached_at > started:
@@ -175,15 +183,14 @@ class RolloutStream:
             if left < 0:
                 raise unavailable(self._settings.target, now - outage_since, str(problem))
             delay = min(max(next(delays), problem.retry_after_seconds), left + 0.01)
-            if not self._closing:
-                logger.warning(
-                    "stream to %s is down (%s); trying again in %.1f s", self._settings.target, problem, delay
-                )
-                await asyncio.sleep(delay)
+            if now >= quiet_until or outage_since == now:
+                quiet_until = now + REMINDER_SECONDS
+                logger.warning("stream to %s is down: %s; trying for %.0f s more", self._settings.target, problem, left)
+            await asyncio.sleep(delay)
 
     async def _session(self) -> Problem:
         """One stream from hello to its end: why it ended. Raises what ends all sessions."""
-        channel = open_channel(self._settings.target)
+        channel = connection.open_channel(self._settings.target)
         call = v1.RolloutServiceStub(channel).SubmitRollout()
         tasks = [asyncio.create_task(self._hello(call))]
         reader: asyncio.Task[None] | None = None
@@ -207,10 +214,6 @@ class RolloutStream:
                 raise failure from error
             return problem
         except _Ended:
-            if self._dispatch.replaced:
-                raise Fenced(
-                    "another stream of this consumer took its place; give each rank its own `consumer`"
-                ) from None
             return Problem("OK", "", "the server ended the stream")
         finally:
             self._writer = None
@@ -218,13 +221,16 @@ class RolloutStream:
             for task in tasks[1:]:
                 if task is not reader or not self._reading:
                     task.cancel()
+            _, stuck = await asyncio.wait(tasks, timeout=CANCEL_SECONDS)
+            for task in stuck:  # a write on a connection that never came about does not end by itself
+                task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await channel.close()
 
     async def _hello(self, call: Call) -> None:
         hello = v1.Hello()
         hello.CopyFrom(self._settings.hello)
-        hello.resume_cursor = self._dispatch.cursor
+        hello.resume_cursor = self._outbox.acknowledgements.resume_cursor
         if self._attached.is_set():
             del hello.take_over_consumer_ids[:]  # once; whoever came back since is to keep its stream
         await call.write(v1.SubmitRolloutRequest(hello=hello))

@@ -16,17 +16,7 @@ OnPreempt = Literal["keep_partial", "restart", "never"]
 OnDisconnect = Literal["keep", "cancel"]
 TrainerState = Literal["training", "waiting", "syncing", "paused"]
 RolloutState = Literal["queued", "held", "dispatched", "running", "stopping", "finished"]
-NoticeKind = Literal[
-    "no_capacity",
-    "capacity_restored",
-    "budget_changed",
-    "budget_lease_expired",
-    "draining",
-    "replaced",
-    "run_paused",
-    "run_resumed",
-    "undelivered_limit",
-]
+NoticeKind = Literal["no_capacity", "budget_changed", "budget_lease_expired", "draining", "results_expired"]
 FinishReason = Literal["stop", "length", "abort"]
 # "refused" is the client's own: the server refused the submission, so there is no rollout that could have ended.
 Outcome = Literal[

@@ -32,14 +32,13 @@ VOCABULARY_SIZE = 32_000
 
 _MASK = (1 << 64) - 1
 # Odd multipliers: the first is the state's (Knuth's MMIX generator; 5 mod 8, so a swap of two tokens always shows),
-# the others (golden ratio, and the two of splitmix64's finaliser) spread the state into token, log-prob and seed.
+# the others (golden ratio, splitmix64's finaliser) spread the state into the token and its log-prob.
 _STEP = 6364136223846793005
 _MIX = 0x9E3779B97F4A7C15
-_SEED_MIX = 0xBF58476D1CE4E5B9
 _TOKEN_MIX = 0x94D049BB133111EB
 _EMPTY_STATE = 0x2545F4914F6CDD1D
-_EOS_BITS = 20
 _LOGPROB_UNIT = 2.0**-14
+_LOGPROBS = [-(rank + 1) * _LOGPROB_UNIT for rank in range(1 << 16)]
 
 _BLOCK = 4096
 _POWERS: U64 = np.multiply.accumulate(np.full(_BLOCK, _STEP, dtype=np.uint64))  # STEP^1 .. STEP^BLOCK
@@ -56,7 +55,7 @@ def as_array(tokens: TokenIds) -> npt.NDArray[np.uint32]:
 
 def context_state(tokens: TokenIds, state: int = _EMPTY_STATE) -> int:
     """State after `tokens`, from `state` (default: the empty context). Independent of how a context is cut."""
-    values = as_array(tokens).astype(np.uint64) + np.uint64(1)
+    values = as_array(tokens).astype(np.uint64)
     for start in range(0, len(values), _BLOCK):
         block = values[start : start + _BLOCK]
         count = len(block)
@@ -66,7 +65,7 @@ def context_state(tokens: TokenIds, state: int = _EMPTY_STATE) -> int:
 
 def prefix_states(tokens: TokenIds, state: int = _EMPTY_STATE) -> U64:
     """States before each of the n tokens, and after the last: n + 1 values."""
-    values = as_array(tokens).astype(np.uint64) + np.uint64(1)
+    values = as_array(tokens).astype(np.uint64)
     states = np.empty(len(values) + 1, dtype=np.uint64)
     states[0] = state
     for start in range(0, len(values), _BLOCK):
@@ -98,8 +97,8 @@ class Model:
 
     @property
     def eos_threshold(self) -> int:
-        """Of 2^20 draws, how many end a sequence."""
-        return max(1, (1 << _EOS_BITS) // self.mean_output_tokens)
+        """Of 2^32 draws, how many end a sequence."""
+        return (1 << 32) // self.mean_output_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +121,7 @@ class Sampling:
         """0 for greedy, else a 64-bit key of the seed."""
         if self.sampling_seed is None or self.temperature == 0:
             return 0
-        return ((self.sampling_seed & _MASK) * _MIX + 1) & _MASK
+        return ((self.sampling_seed & _MASK) * _MIX + _STEP) & _MASK
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +150,7 @@ class LengthWriter:
             if sampling.end_at_tokens is None:
                 raise ValueError("end_at_tokens: needed when no tokens are written (or set ignore_eos)")
             if (
-                prompt_tokens + max(1, sampling.min_new_tokens)
+                prompt_tokens + 1 + sampling.min_new_tokens
                 <= sampling.end_at_tokens
                 <= prompt_tokens + self._end_tokens
             ):
@@ -212,43 +211,54 @@ class TokenWriter:
 
     def write_until(self, count: int) -> None:
         """Write until `count` tokens exist or the sequence has ended."""
-        sampling = self._sampling
-        tokens, logprobs = self.tokens, self.logprobs
+        if self.finish is not None:
+            return
+        sampling, written = self._sampling, len(self.tokens)
+        count = min(count, sampling.max_new_tokens)
+        self._write(min(count, sampling.min_new_tokens) - written, may_end=False)
+        end_index = count
+        if sampling.end_at_tokens is not None and not sampling.ignore_eos:
+            index = sampling.end_at_tokens - self._prompt_tokens - 1
+            if len(self.tokens) <= index < count:
+                end_index = index
+        self._write(end_index - len(self.tokens), may_end=True)
+        if self.finish is None and len(self.tokens) == end_index < count:
+            self._write_eos()
+        if self.finish is None and len(self.tokens) == sampling.max_new_tokens:
+            self.finish = Finish("length")
+
+    def _write(self, count: int, may_end: bool) -> None:
+        """Write up to `count` tokens. A real engine masks EOS and stop ids where the sequence may not end yet."""
         state, weight_key, seed_key = self._state, self._weight_key, self._seed_key
         ordinary = self._model.vocabulary_size - FIRST_ORDINARY_TOKEN
-        stops = sampling.stop_token_ids
-        limit = sampling.max_new_tokens
-        end_index = -1  # output index of the EOS that end_at_tokens asks for
-        threshold = 0
-        if not sampling.ignore_eos:
-            if sampling.end_at_tokens is None:
-                threshold = self._model.eos_threshold
-            else:
-                end_index = sampling.end_at_tokens - self._prompt_tokens - 1
-        index = len(tokens)
-        count = min(count, limit)
-        while index < count and self.finish is None:
+        drawn_eos = may_end and not self._sampling.ignore_eos and self._sampling.end_at_tokens is None
+        threshold = self._model.eos_threshold if drawn_eos else 0
+        stops = self._sampling.stop_token_ids
+        append_token, append_logprob = self.tokens.append, self.logprobs.append
+        for _ in range(count):
             drawn = ((state ^ weight_key) * _MIX) & _MASK
-            mixed = ((drawn ^ seed_key) * _SEED_MIX) & _MASK if seed_key else drawn
-            if index >= sampling.min_new_tokens:
-                if index == end_index or ((mixed >> 12) & 0xFFFFF) < threshold:
-                    token = EOS_TOKEN
-                    self.finish = Finish("stop", EOS_TOKEN)
-                else:
-                    token = FIRST_ORDINARY_TOKEN + (mixed >> 32) % ordinary
-                    if token in stops:
-                        self.finish = Finish("stop", token)
-            else:
-                token = FIRST_ORDINARY_TOKEN + (mixed >> 32) % ordinary
-                while token in stops:  # a real engine masks stop ids before min_new_tokens
-                    token = FIRST_ORDINARY_TOKEN + (token - FIRST_ORDINARY_TOKEN + 1) % ordinary
-            tokens.append(token)
-            logprobs.append(((((drawn + token * _TOKEN_MIX) & _MASK) >> 44 & 0xFFFF) + 1) * -_LOGPROB_UNIT)
-            state = (state * _STEP + token + 1) & _MASK
-            index += 1
+            draw = (drawn ^ seed_key) >> 32
+            if draw < threshold:
+                self._state = state
+                self._write_eos()
+                return
+            token = FIRST_ORDINARY_TOKEN + draw % ordinary
+            while token in stops and not may_end:
+                token = FIRST_ORDINARY_TOKEN + (token - FIRST_ORDINARY_TOKEN + 1) % ordinary
+            append_token(token)
+            append_logprob(_LOGPROBS[((drawn + token * _TOKEN_MIX) & _MASK) >> 48])
+            state = (state * _STEP + token) & _MASK
+            if token in stops:
+                self.finish = Finish("stop", token)
+                break
         self._state = state
-        if index == limit and self.finish is None:
-            self.finish = Finish("length")
+
+    def _write_eos(self) -> None:
+        drawn = ((self._state ^ self._weight_key) * _MIX) & _MASK
+        self.tokens.append(EOS_TOKEN)
+        self.logprobs.append(_LOGPROBS[((drawn + EOS_TOKEN * _TOKEN_MIX) & _MASK) >> 48])
+        self._state = (self._state * _STEP + EOS_TOKEN) & _MASK
+        self.finish = Finish("stop", EOS_TOKEN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,7 +301,7 @@ def score(model: Model, tokens: TokenIds, weight_version: str = "default") -> np
 
 def _logprobs(states: U64, weight_keys: U64 | np.uint64, tokens: npt.NDArray[np.uint32]) -> npt.NDArray[np.float32]:
     drawn = (states ^ weight_keys) * np.uint64(_MIX)
-    spread = (drawn + tokens.astype(np.uint64) * np.uint64(_TOKEN_MIX)) >> np.uint64(44) & np.uint64(0xFFFF)
+    spread = (drawn + tokens.astype(np.uint64) * np.uint64(_TOKEN_MIX)) >> np.uint64(48)
     result: npt.NDArray[np.float32] = (spread.astype(np.float32) + np.float32(1)) * np.float32(-_LOGPROB_UNIT)
     return result
 
@@ -336,14 +346,11 @@ def predict(
     model: Model, states: U64, weight_keys: U64, sampling: Sampling, prompt_tokens: int
 ) -> npt.NDArray[np.uint32]:
     """Vector form of the scalar loop, without min_new_tokens: the token that follows each state."""
-    drawn = (states ^ weight_keys) * np.uint64(_MIX)
-    seed_key = sampling.seed_key
-    mixed = (drawn ^ np.uint64(seed_key)) * np.uint64(_SEED_MIX) if seed_key else drawn
+    draws = ((states ^ weight_keys) * np.uint64(_MIX) ^ np.uint64(sampling.seed_key)) >> np.uint64(32)
     ordinary = np.uint64(model.vocabulary_size - FIRST_ORDINARY_TOKEN)
-    tokens = ((mixed >> np.uint64(32)) % ordinary).astype(np.uint32) + np.uint32(FIRST_ORDINARY_TOKEN)
+    tokens = (draws % ordinary).astype(np.uint32) + np.uint32(FIRST_ORDINARY_TOKEN)
     if not sampling.ignore_eos:
         if sampling.end_at_tokens is None:
-            draws = (mixed >> np.uint64(12)) & np.uint64(0xFFFFF)
             tokens[draws < np.uint64(model.eos_threshold)] = EOS_TOKEN
         else:
             index = sampling.end_at_tokens - prompt_tokens - 1
