@@ -60,6 +60,18 @@ def requeue(world: World, rollout: Rollout, why: str, *, keep: bool = True) -> N
     arm_timer(world, rollout)
 
 
+def cut_interrupted(rollout: Rollout, piece: Piece) -> None:
+    """The last token of an aborted attempt is written again by the next one: see `Piece.without_last_token`."""
+    if not rollout.pieces or rollout.pieces[-1] is not piece:
+        return
+    left = piece.without_last_token()
+    if left.token_bytes or left.prompt_logprob_bytes:
+        rollout.pieces[-1] = left
+    else:
+        rollout.pieces.pop()
+        rollout.pieces_by.pop()
+
+
 def arm_timer(world: World, rollout: Rollout) -> None:
     """(Re)start the rollout's one timer: the earliest thing that may become due in its state."""
     world.timers.cancel(rollout.timer)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from rolloutd.scheduler import lifecycle, queueing
+from rolloutd.scheduler import budgeting, lifecycle, queueing
 from rolloutd.scheduler.mix import Mix
 from rolloutd.scheduler.refusal import Refusal, invalid
 from rolloutd.scheduler.rollout import Rollout
@@ -49,6 +49,7 @@ def report_step(world: World, run: Run, report: StepReport) -> Refusal | None:
         promoted = lifecycle.promote_through(world, run, report.step)
         if promoted:
             world.record("info", "promoted", run=run.run_id, step=report.step, rollouts=promoted)
+            budgeting.enforce(world, run)  # running work changed its class, and classes have ceilings
     world.dirty = True
     return None
 
@@ -65,6 +66,7 @@ def update(world: World, run: Run, updates: tuple[RolloutUpdate, ...]) -> Refusa
             _set_step(world, rollout, one.needed_by_step)
         if one.rollout_class is not None:
             lifecycle.change_class(world, rollout, one.rollout_class, "updated by the trainer")
+    budgeting.enforce(world, run)  # running work may have changed its class, and classes have ceilings
     return None
 
 
