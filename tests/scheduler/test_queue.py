@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
+
+import pytest
 
 from rolloutd.scheduler.actions import Deliver, Finished
 from rolloutd.scheduler.config import QueueSettings
@@ -65,6 +68,16 @@ def test_a_deadline_that_is_near_goes_before_one_that_is_far() -> None:
     bench.do(UpdateRollouts(RUN, (RolloutUpdate("far", deadline_seconds=5.0),)))
     bench.finish("near")
     assert [one.rollout_id for one in bench.tick()] == ["far"]
+
+
+@pytest.mark.parametrize("seconds", [-1.0, math.nan, math.inf])
+def test_an_update_with_a_deadline_that_makes_no_sense_is_refused(seconds: float) -> None:
+    bench = Bench(engine())
+    bench.submit(spec("a", deadline_seconds=50.0), spec("b"))
+    updates = (RolloutUpdate("b", rollout_class=BACKGROUND), RolloutUpdate("a", deadline_seconds=seconds))
+    refusal = bench.refused(UpdateRollouts(RUN, updates))
+    assert refusal.code is Code.INVALID_ARGUMENT and "deadline_seconds" in refusal.message
+    assert bench.view("b").rollout_class is CRITICAL, "nothing changed"
 
 
 def test_a_deadline_set_while_held_counts_when_the_hold_ends() -> None:
