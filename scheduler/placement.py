@@ -363,7 +363,8 @@ def _dispatch(world: World, entry: Entry, engine: Engine, choice: _Choice, batch
     entry.blocked_since = None
     rollout.move(RolloutState.DISPATCHED, world.now, f"to {engine.engine_id} in batch {batch_id}")
     arm_timer(world, rollout)
-    turns.charge(world, run, entry.pool, expected + entry.prompt_tokens - predicted, entry.short)
+    attempt.charged_tokens = expected + entry.prompt_tokens - predicted
+    turns.charge(run, entry.pool, attempt.charged_tokens, entry.short)
     run.mix.dispatched.add(entry.stratum)
     run.no_capacity_since = None
     world.dispatched_total += 1
