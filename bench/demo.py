@@ -91,6 +91,7 @@ async def demo(fleet: Fleet, steps: int, seed: int, folder: Path, screen: Screen
     """Run it all once; logs of the children go to `folder`. Raises ChildFailed and RolloutdError."""
     with screen:
         screen.say(f"rolloutd demo: a GRPO loop of {steps} steps on {fleet.title}", style="bold")
+        screen.say(_about(fleet))
         async with Children(folder) as children:
             cast = await Cast.start(fleet, children, screen)
             meter = CpuMeter({child.pid: child.name for child in children.running} | {os.getpid(): "this trainer"})
@@ -108,6 +109,20 @@ async def demo(fleet: Fleet, steps: int, seed: int, folder: Path, screen: Screen
             screen.say(f"the loop took {clock.now():.0f} simulated seconds; now every token is checked")
             notes = await fleet.check(ledger, cast.engine_urls, screen.say)
     return _outcome(fleet, ledger, trainer, [*notes, *_cpu_notes(meter)])
+
+
+def _about(fleet: Fleet) -> str:
+    """The work of one step, for a newcomer."""
+    shape, slots = fleet.shape, fleet.engines * fleet.slots
+    critical, reusable, background = (
+        traffic.groups * traffic.samples for traffic in (shape.critical, shape.reusable, shape.background)
+    )
+    pace = "real time" if fleet.time_scale == 1 else f"{fleet.time_scale:g} simulated seconds pass in a real one"
+    return (
+        f"each step: {shape.critical.groups} prompts x {shape.critical.samples} = {critical} critical rollouts for {slots} slots, "
+        f"beside {reusable} reusable, {background} background and about {shape.reward.per_second * shape.reward.seconds:.0f} "
+        f"reward queries; {pace}"
+    )
 
 
 def _outcome(fleet: Fleet, ledger: Ledger, trainer: Trainer, notes: Sequence[str]) -> Outcome:

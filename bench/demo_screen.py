@@ -28,6 +28,8 @@ from rolloutd.bench.workload import Kind
 PLAIN_SECONDS = 10.0
 REFRESHES_PER_SECOND = 4.0
 _BAR_COLUMNS = 24
+_CRITICAL_BAR = "  critical, this step"
+_RUNNING_BAR = "  running / budget"
 _MEANINGS = {
     Kind.CRITICAL: "the step waits for these",
     Kind.REUSABLE: "useful soon, may wait for cache",
@@ -88,11 +90,11 @@ class Screen:
 
     def say(self, line: str, style: str = "") -> None:
         """A line that stays."""
-        self._console.print(Text(line, style=style))
+        self._console.print(Text(line, style=style), soft_wrap=True)
 
     def ready(self, what: str, detail: str = "") -> None:
         """A part of the cast is there."""
-        self._console.print(Text.assemble(("  ready  ", "green"), f"{what:<12}", (detail, "dim")))
+        self._console.print(Text.assemble(("  ready  ", "green"), f"{what:<12}", (detail, "dim")), soft_wrap=True)
 
     def show(self, view: View) -> None:
         """The moment as a picture; elsewhere than on a terminal a line, at most every `PLAIN_SECONDS`."""
@@ -125,22 +127,22 @@ def picture(view: View) -> RenderableType:
     )
     bars = Table.grid(padding=(0, 1))
     for name, done, total in (
-        ("  critical of this step", view.critical_done, view.critical_all),
-        ("  running in the budget", view.running, view.ceiling),
+        (_CRITICAL_BAR, view.critical_done, view.critical_all),
+        (_RUNNING_BAR, view.running, view.ceiling),
     ):
         bars.add_row(
             Text(name, style="dim"),
             ProgressBar(total=max(1, total), completed=min(done, max(1, total)), width=_BAR_COLUMNS),
             f"{done} of {total}",
         )
-    grid = Table(box=None, padding=(0, 2), header_style="dim")
-    grid.add_column("")
+    grid = Table(box=None, padding=(0, 1, 0, 1), header_style="dim")
+    grid.add_column("", min_width=len(_RUNNING_BAR) - 1)
     for heading in ("submitted", "queued", "running", "delivered"):
         grid.add_column(heading, justify="right")
     cancelled = any(row.cancelled for row in view.rows.values())
     if cancelled:
         grid.add_column("cancelled", justify="right")
-    grid.add_column("")
+    grid.add_column("", no_wrap=True, overflow="ellipsis")
     for kind, row in view.rows.items():
         cells = [row.submitted, row.queued, row.running, row.delivered, *([row.cancelled] if cancelled else [])]
         grid.add_row(

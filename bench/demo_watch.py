@@ -13,6 +13,7 @@ from rolloutd.bench.demo_clock import SimClock
 from rolloutd.bench.demo_ledger import Ledger
 from rolloutd.bench.demo_screen import Row, Screen, View
 from rolloutd.bench.demo_trainer import Trainer
+from rolloutd.bench.metrics import StepRecord
 from rolloutd.bench.workload import Kind
 
 INTERVAL_SECONDS = 0.5
@@ -32,9 +33,25 @@ class RunWatcher(Protocol):
 async def watch(
     client: RunWatcher, trainer: Trainer, ledger: Ledger, clock: SimClock, steps: int, screen: Screen
 ) -> None:
-    """Show views until cancelled, or until the run is gone."""
+    """Show views, and a line that stays for each finished step, until cancelled or until the run is gone."""
+    said = 0
     async for state in client.watch_run(INTERVAL_SECONDS):
+        for number, step in enumerate(trainer.steps[said:], start=said + 1):
+            screen.say(step_line(number, step))
+        said = len(trainer.steps)
         screen.show(view_of(state, trainer, ledger, clock, steps))
+
+
+def step_line(number: int, step: StepRecord) -> str:
+    """A finished step in one line."""
+    took_seconds = step.critical_done_seconds - step.started_seconds
+    against = (
+        ""
+        if step.bound_seconds is None
+        else f" ({step.critical_over_bound:.2f} x the bound of {step.bound_seconds:.0f} s)"
+    )
+    trained_seconds = step.training_ended_seconds - step.training_started_seconds
+    return f"  step {number}: critical rollouts back after {took_seconds:.0f} s{against}, trained for {trained_seconds:.0f} s"
 
 
 def view_of(state: v1.RunState, trainer: Trainer, ledger: Ledger, clock: SimClock, steps: int) -> View:
