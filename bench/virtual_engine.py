@@ -131,7 +131,7 @@ class SimEngine:
         for frame in self._machine.advance(now):
             attempt = self._attempts[frame.rid]
             attempt.add(frame)
-            if self._ever is not None and frame.tokens:
+            if self._ever is not None and frame.prompt_version:
                 self._remember(attempt)
             if frame.finish_reason is None:
                 reports.append(
@@ -186,7 +186,7 @@ class SimEngine:
 
     def _remember(self, attempt: _Attempt) -> None:
         assert self._ever is not None
-        self._ever.insert("", attempt.dispatch.token_bytes + _id_bytes(attempt.tokens))
+        self._ever.insert("", attempt.dispatch.token_bytes + _id_bytes(attempt.tokens[:-1]))  # the newest has no KV yet
 
     def _end(self, attempt: _Attempt, frame: Frame) -> AttemptEnded | AttemptFailed:
         reason = frame.finish_reason

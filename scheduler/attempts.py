@@ -41,13 +41,14 @@ def progress(world: World, event: AttemptProgress) -> None:
     attempt.generated_tokens = event.generated_tokens
     attempt.progress_at = now
     _grow_claim(world, attempt)
+    written = rollout.kept_tokens + event.generated_tokens
+    news = rollout.run.lengths.note_running(rollout.prompt_hash, rollout.task_type, rollout.rollout_id, written)
     entry = _waiting_siblings(rollout)
-    if entry is not None:
-        queueing.note_running(world, entry, rollout.kept_tokens + event.generated_tokens)
+    if news and entry is not None:
+        queueing.note_siblings(world, entry)
     if rollout.spec.want_progress:
         run = rollout.run
-        total = rollout.kept_tokens + event.generated_tokens
-        world.deliver(run, rollout.consumer_id, 0, Progressed(rollout.rollout_id, total, attempt.engine.engine_id))
+        world.deliver(run, rollout.consumer_id, 0, Progressed(rollout.rollout_id, written, attempt.engine.engine_id))
 
 
 def ended(world: World, event: AttemptEnded) -> None:
@@ -77,6 +78,9 @@ def ended(world: World, event: AttemptEnded) -> None:
     else:
         _count_engine(attempt, piece)
         lifecycle.finish(world, rollout, Outcome.COMPLETED)
+        entry = _waiting_siblings(rollout)
+        if entry is not None:
+            queueing.note_siblings(world, entry)
 
 
 def failed(world: World, event: AttemptFailed) -> None:

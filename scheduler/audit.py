@@ -54,7 +54,7 @@ def _check_run(world: World, run: Run) -> None:
     for one in RolloutClass:
         _same(f"{name} {one.name} running", ledger.class_running[one], sum(p.rollout_class is one for p in permits))
         _same(f"{name} {one.name} queued", ledger.class_queued[one], sum(r.rollout_class is one for r in queued))
-        size = sum(len(r.entry.token_bytes) for r in queued if r.rollout_class is one and r.entry is not None)
+        size = sum(r.entry.size_bytes for r in queued if r.rollout_class is one and r.entry is not None)
         _same(f"{name} {one.name} queued bytes", run.queued_bytes[one], size)
     for task in TaskType:
         _same(f"{name} {task.name} running", ledger.task_running[task], sum(p.task_type is task for p in permits))

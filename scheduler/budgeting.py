@@ -10,6 +10,8 @@ What this module does not know: scores.
 
 from __future__ import annotations
 
+import math
+
 from rolloutd.scheduler import lifecycle
 from rolloutd.scheduler.actions import NoticeKind
 from rolloutd.scheduler.engine import Engine
@@ -69,9 +71,9 @@ def _apply(world: World, run: Run, budget: Budget, notice: NoticeKind, message: 
 def _check(budget: Budget) -> Refusal | None:
     for name in ("max_rollouts", "max_kv_tokens", "training_reserved_mb", "max_inference_mb"):
         value = getattr(budget, name)
-        if value is not None and value < 0:
-            return invalid(name, f"is {value}; must not be negative")
-    if not 0.0 <= budget.lease_seconds < float("inf"):
+        if value is not None and not 0 <= value < math.inf:
+            return invalid(name, f"is {value}; must be a finite number, 0 or more")
+    if not 0.0 <= budget.lease_seconds < math.inf:
         return invalid(
             "lease_seconds", f"is {budget.lease_seconds}; must be a finite number of seconds, 0 for no lease"
         )
@@ -162,7 +164,7 @@ def enforce(world: World, run: Run) -> None:
     ]
     if not live:
         return
-    victims = sorted(live, key=_victim_order)
+    victims = _floors_last(budget, sorted(live, key=_victim_order))
     for rollout_class in RolloutClass:
         limit = budget.classes.get(rollout_class, NO_QUOTA).max_rollouts
         _interrupt_over(
@@ -194,6 +196,18 @@ def _victim_order(attempt: Attempt) -> tuple[int, bool, bool, int]:
         rollout.on_preempt is OnPreempt.NEVER,
         attempt.generated_tokens + rollout.kept_tokens,
     )
+
+
+def _floors_last(budget: Budget, victims: list[Attempt]) -> list[Attempt]:
+    """The same order, but what fills the floors of classes and task types goes after everything else."""
+    kept: set[str] = set()
+    for rollout_class, quota in budget.classes.items():
+        mine = [attempt.attempt_id for attempt in victims if attempt.permit.rollout_class is rollout_class]
+        kept.update(mine[max(0, len(mine) - quota.floor_rollouts) :])
+    for task_type, quota in budget.tasks.items():
+        mine = [attempt.attempt_id for attempt in victims if attempt.permit.task_type is task_type]
+        kept.update(mine[max(0, len(mine) - quota.floor_rollouts) :])
+    return sorted(victims, key=lambda attempt: attempt.attempt_id in kept)
 
 
 def _interrupt_over(

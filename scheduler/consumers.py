@@ -191,6 +191,12 @@ def _forget(world: World, run: Run, consumer: Consumer, cursor: int) -> None:
     rollout_id = kept.event.result.rollout_id
     rollout = run.rollouts.pop(rollout_id)
     run.remember_delivered(rollout_id)
+    run.family.forget(rollout_id, run.rollouts)
+    members = run.sampled.get(rollout.spec.rollout_id)
+    if members is not None:
+        members.pop(rollout_id, None)
+        if not members:
+            del run.sampled[rollout.spec.rollout_id]
     group = rollout.group
     if group is None:
         return

@@ -53,8 +53,10 @@ class Entry:
         "hits_at",
         "hold_timer",
         "key",
+        "keyed_tokens",
         "labels",
         "leader_id",
+        "longest_tokens",
         "members",
         "pool",
         "prompt_hash",
@@ -62,9 +64,9 @@ class Entry:
         "queued_at",
         "rollout_class",
         "run",
-        "running_tokens",
         "sequence",
         "short",
+        "size_bytes",
         "static_key",
         "stems",
         "stratum",
@@ -95,6 +97,7 @@ class Entry:
         self.prompt_tokens = len(token_bytes) // TOKEN_BYTES
         if text is not None:
             self.prompt_tokens = max(1, len(text) // CHARACTERS_PER_TOKEN)
+        self.size_bytes = len(token_bytes) + (len(text.encode()) if text is not None else 0)  # of one member's prompt
         self.stratum = stratum
         self.labels = labels
         self.members: deque[Rollout] = deque()
@@ -102,7 +105,8 @@ class Entry:
         self.queued_at = now
         self.deadline_at: float | None = None
         self.expected_tokens = 1.0
-        self.running_tokens = 0  # most tokens a running sibling has written
+        self.keyed_tokens = 1.0  # longest_tokens when the entry was last ordered
+        self.longest_tokens = 1.0  # expected of the longest member
         self.static_key = 0.0
         self.sequence = 0
         self.backlog: Backlog | None = None

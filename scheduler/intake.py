@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
 
-from rolloutd.scheduler import lifecycle
+from rolloutd.scheduler import budgeting, lifecycle
 from rolloutd.scheduler.actions import Accepted, Finished, Rejected
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.events import SubmitRollouts
@@ -58,8 +59,9 @@ def _submit_one(world: World, run: Run, consumer: Consumer, spec: RolloutSpec) -
     if refusal is not None:
         return refusal
     ids = member_ids(spec)
-    if any(rollout_id in run.rollouts for rollout_id in ids):
-        return _attach(world, run, consumer, spec, ids)
+    known = _known(run, spec, ids)
+    if known:
+        return _attach(world, run, consumer, spec, known)
     if any(rollout_id in run.delivered for rollout_id in ids):
         return Refusal(
             Code.ALREADY_EXISTS,
@@ -119,9 +121,14 @@ def _check_fields(spec: RolloutSpec) -> Refusal | None:
     return None
 
 
-def _attach(world: World, run: Run, consumer: Consumer, spec: RolloutSpec, ids: list[str]) -> Refusal | None:
+def _known(run: Run, spec: RolloutSpec, ids: list[str]) -> list[Rollout]:
+    """Records that a submission names: its own, and those of another submission that used its id or one of its members'."""
+    named = dict.fromkeys([spec.rollout_id, *ids, *run.sampled.get(spec.rollout_id, ())])
+    return [run.rollouts[rollout_id] for rollout_id in named if rollout_id in run.rollouts]
+
+
+def _attach(world: World, run: Run, consumer: Consumer, spec: RolloutSpec, known: list[Rollout]) -> Refusal | None:
     """The id is known: the same payload attaches to it, another one is a conflict."""
-    known = [run.rollouts[rollout_id] for rollout_id in ids if rollout_id in run.rollouts]
     if any(_payload(rollout.spec) != _payload(spec) for rollout in known):
         return Refusal(
             Code.ALREADY_EXISTS,
@@ -165,8 +172,8 @@ def _check_pool(world: World, run: Run, spec: RolloutSpec) -> int | Refusal:
         return refusal
     max_new_tokens = spec.max_new_tokens
     if spec.text is None:
-        context = max((engine.facts.context_tokens for engine in engines), default=0)
-        longest_prompt = max((engine.facts.max_prompt_tokens for engine in engines), default=0)
+        context = _largest(engine.facts.context_tokens for engine in engines)
+        longest_prompt = _largest(engine.facts.max_prompt_tokens for engine in engines)
         prompt = spec.prompt_tokens
         if (longest_prompt and prompt > longest_prompt) or (context and prompt >= context):
             limit = min(longest_prompt or context, context or longest_prompt)
@@ -180,6 +187,12 @@ def _check_pool(world: World, run: Run, spec: RolloutSpec) -> int | Refusal:
                 )
             max_new_tokens = context - prompt
     return _check_budget_level(run, spec, max_new_tokens, engines) or max_new_tokens
+
+
+def _largest(limits: Iterable[int]) -> int:
+    """The largest of the engines' limits, where 0 means that an engine has none or does not say."""
+    known = list(limits)
+    return max(known) if known and all(known) else 0
 
 
 def _check_vocabulary(spec: RolloutSpec, engines: list[Engine]) -> Refusal | None:
@@ -204,22 +217,28 @@ def _check_vocabulary(spec: RolloutSpec, engines: list[Engine]) -> Refusal | Non
 
 def _check_budget_level(run: Run, spec: RolloutSpec, max_new_tokens: int, engines: list[Engine]) -> Refusal | None:
     """FAILED_PRECONDITION where it can never fit; a passing shortage (a zero, or a level that a lease will lift) waits."""
-    needed = spec.prompt_tokens + max_new_tokens
-    level = run.ledger.budget.max_kv_tokens
-    if level and run.lease_timer is None and needed > level:
-        return Refusal(
-            Code.FAILED_PRECONDITION,
-            "BUDGET_TOO_SMALL",
-            f"prompt + max_new_tokens need {needed} KV tokens; the run's budget is {level}: raise max_kv_tokens or ask for less",
-        )
-    capacity = max((engine.facts.kv_capacity_tokens for engine in engines), default=0)
+    page = min(engine.facts.page_tokens for engine in engines)
+    needed = -(-(spec.prompt_tokens + max_new_tokens) // page) * page
+    capacity = _largest(engine.facts.kv_capacity_tokens for engine in engines)
     if capacity and needed > capacity:
-        return Refusal(
-            Code.FAILED_PRECONDITION,
-            "BUDGET_TOO_SMALL",
-            f"prompt + max_new_tokens need {needed} KV tokens; the largest engine of pool {spec.pool!r} has {capacity}",
+        return _too_small(needed, f"the largest engine of pool {spec.pool!r} has {capacity}")
+    if run.lease_timer is not None:
+        return None
+    level = run.ledger.budget.max_kv_tokens
+    if level and needed > level:
+        return _too_small(needed, f"the run's budget is {level}: raise max_kv_tokens or ask for less")
+    memory = _largest(budgeting.engine_kv_limit(run, engine) for engine in engines) if capacity else 0
+    if memory and needed > memory:
+        return _too_small(
+            needed, f"the run's memory budget leaves at most {memory} per engine: raise it or ask for less"
         )
     return None
+
+
+def _too_small(needed: int, problem: str) -> Refusal:
+    return Refusal(
+        Code.FAILED_PRECONDITION, "BUDGET_TOO_SMALL", f"prompt + max_new_tokens need {needed} KV tokens; {problem}"
+    )
 
 
 def _check_room(world: World, run: Run, spec: RolloutSpec, count: int) -> Refusal | None:
@@ -255,11 +274,13 @@ def _accept(world: World, run: Run, consumer: Consumer, spec: RolloutSpec, ids: 
         if group is not None:
             rollout.group = group
             group.add(rollout_id)
+        if spec.samples > 1:
+            run.sampled.setdefault(spec.rollout_id, {})[rollout_id] = None
+        if spec.parent_rollout_id:
+            run.family.add(spec.parent_rollout_id, rollout_id)
         lifecycle.note_step(world, rollout)
         lifecycle.enqueue(world, rollout)
         accepted.append(rollout)
-    if parent is not None:
-        parent.child_ids.extend(ids)
     for rollout in accepted:
         world.deliver(run, consumer.consumer_id, 0, _accepted(world, rollout, attached=False))
     if parent is not None and parent.result is not None and parent.result.outcome is Outcome.CANCELLED:

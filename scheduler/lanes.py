@@ -1,6 +1,7 @@
 """The queue of one (run, pool, class, short or long): ordered by the part of the score that does not move.
 
-Structure: one lane per (stratum, with or without deadline). A lane is a small sorted front before a heap, keyed by
+Structure: one lane per kind of entry (`LaneKey`): what a gate or a moving term depends on, so that work which may not start
+never stands before work which may. A lane is a small sorted front before a heap, keyed by
 `Entry.static_key` (lower goes first). Beside the lanes, one heap per engine holds the entries whose prefix that engine has,
 keyed by static key minus their prefix bonus: this keeps prefix hits although only a few heads per lane are looked at.
 Deletion is lazy: an item counts only while its sequence number is the entry's.
@@ -8,7 +9,8 @@ Deletion is lazy: an item counts only while its sequence number is the entry's.
 Invariants
 - Every entry here is in exactly one lane or held; `count` is the number of entries, `ready` those in lanes.
 - Stale items never outnumber live ones by more than a constant, so memory is bounded by what is queued.
-- Keys with and without a deadline are not comparable and never share a lane.
+- Keys with and without a deadline are not comparable and never share a lane, nor a ranking of lanes.
+- A lane without entries is forgotten when it is looked at.
 
 What this module does not know: how keys and bonuses are made, engines, budgets. `lanes_naive.py` is the twin it is tested
 against.
@@ -19,19 +21,35 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
+from typing import NamedTuple
 
 from rolloutd.scheduler.entry import Entry
-from rolloutd.scheduler.states import Gate
+from rolloutd.scheduler.states import Gate, TaskType
 
 FRONT = 8  # sorted items kept before the heap
 HEADS_PER_LANE = 3
-LANES_LOOKED_AT = 8
+LANES_LOOKED_AT = 8  # with a deadline, and as many without
 HEADS_PER_ENGINE = 2
 MAX_AFFINE_ENGINES = 4  # engines whose affinity heap one entry enters
 COMPACT_MINIMUM = 64
 
 Item = tuple[float, int, int, Entry]  # (key, tie-break, sequence, entry)
+
+
+class LaneKey(NamedTuple):
+    """Entries of one lane are alike in this."""
+
+    stratum: str
+    timed: bool
+    task_type: TaskType
+    continuation: bool
+    labels: tuple[tuple[str, str], ...]
+
+
+def lane_key(entry: Entry) -> LaneKey:
+    timed = entry.deadline_at is not None
+    return LaneKey(entry.stratum, timed, entry.task_type, entry.continuation, entry.key.labels)
 
 
 def _live(item: Item) -> bool:
@@ -85,7 +103,7 @@ class Backlog:
     __slots__ = ("_affine", "_arrivals", "_lanes", "count", "held", "ready")
 
     def __init__(self) -> None:
-        self._lanes: dict[tuple[str, bool], Lane] = {}
+        self._lanes: dict[LaneKey, Lane] = {}
         self._affine: dict[str, Lane] = {}
         self._arrivals: deque[Entry] = deque()
         self.count = 0
@@ -131,31 +149,56 @@ class Backlog:
 
     # looking -----------------------------------------------------------------------------------------------------------
 
-    def candidates(self, engines: Iterable[str], lane_bonus: Callable[[str], float]) -> list[Entry]:
+    def candidates(
+        self,
+        engines: Iterable[str],
+        lane_bonus: Callable[[str], float],
+        tasks: Container[TaskType],
+        heads_per_lane: int = HEADS_PER_LANE,
+    ) -> list[Entry]:
         """A bounded set of entries worth scoring: lane heads, heads of the engines' affinity heaps, and the oldest.
 
-        engines: cache keys of engines with room. lane_bonus: what a stratum's moving terms are worth now.
+        engines: cache keys of engines with room. lane_bonus: what a stratum's moving terms are worth now. tasks: task
+        types that may start now; entries of others are left out.
         """
         found: dict[int, Entry] = {}
-        ranked = []
-        for (stratum, _), lane in self._lanes.items():
-            heads = lane.heads(HEADS_PER_LANE)
-            if heads:
-                ranked.append((heads[0].static_key - lane_bonus(stratum), heads[0].sequence, heads))
-        if len(ranked) > LANES_LOOKED_AT:
-            ranked = heapq.nsmallest(LANES_LOOKED_AT, ranked)
-        for _, _, heads in ranked:
-            for entry in heads:
-                found[entry.sequence] = entry
+        for entry in self._lane_heads(lane_bonus, tasks, heads_per_lane):
+            found[entry.sequence] = entry
         for engine in engines:
             affine = self._affine.get(engine)
-            if affine is not None:
-                for entry in affine.heads(HEADS_PER_ENGINE):
+            if affine is None:
+                continue
+            heads = affine.heads(HEADS_PER_ENGINE)
+            if not heads:
+                del self._affine[engine]
+            for entry in heads:
+                if entry.task_type in tasks:
                     found[entry.sequence] = entry
         oldest = self.oldest()
-        if oldest is not None and not oldest.held:
+        if oldest is not None and not oldest.held and oldest.task_type in tasks:
             found[oldest.sequence] = oldest
         return list(found.values())
+
+    def _lane_heads(
+        self, lane_bonus: Callable[[str], float], tasks: Container[TaskType], heads_per_lane: int
+    ) -> Iterable[Entry]:
+        ranked: tuple[list[tuple[float, int, list[Entry]]], ...] = ([], [])  # without and with a deadline
+        empty = []
+        for key, lane in self._lanes.items():
+            if key.task_type not in tasks:
+                continue
+            heads = lane.heads(heads_per_lane)
+            if heads:
+                ranked[key.timed].append((heads[0].static_key - lane_bonus(key.stratum), heads[0].sequence, heads))
+            else:
+                empty.append(key)
+        for key in empty:
+            del self._lanes[key]
+        for of_a_kind in ranked:
+            if len(of_a_kind) > LANES_LOOKED_AT:
+                of_a_kind = heapq.nsmallest(LANES_LOOKED_AT, of_a_kind)
+            for _, _, heads in of_a_kind:
+                yield from heads
 
     def oldest(self) -> Entry | None:
         """The entry that arrived first among those still here (held or not)."""
@@ -176,7 +219,9 @@ class Backlog:
             self.held -= 1
         elif self._in_lane(entry):
             self.ready -= 1
-            self._lane(entry).note_stale()
+            lane = self._lanes.get(lane_key(entry))
+            if lane is not None:
+                lane.note_stale()
             for engine in entry.affine:
                 affine = self._affine.get(engine)
                 if affine is not None:
@@ -187,4 +232,4 @@ class Backlog:
         return entry.sequence > 0
 
     def _lane(self, entry: Entry) -> Lane:
-        return self._lanes.setdefault((entry.stratum, entry.deadline_at is not None), Lane())
+        return self._lanes.setdefault(lane_key(entry), Lane())

@@ -82,7 +82,7 @@ class Ledger:
         """Shares and the floors of others; only reached by work above its own floors."""
         owed = sum(self.class_owed(other) for other in self.budget.classes if other is not rollout_class)
         owed = max(owed, sum(self.task_owed(other) for other in self.budget.tasks if other is not task_type))
-        if ceiling - self.running <= owed:
+        if 0 < owed and ceiling - self.running <= owed:
             return Gate.FLOOR_OWED
         over_class = class_quota.share and self.class_running[rollout_class] >= math.ceil(class_quota.share * ceiling)
         if over_class and any(self.class_queued[other] for other in RolloutClass if other is not rollout_class):

@@ -1,50 +1,219 @@
-"""How long an output will be: priors from earlier epochs, finished siblings, and what is still running.
+"""How long outputs will be: what a prompt's finished and running rollouts say about those that still wait.
 
-Formula: expected = max(longest finished sibling's mean, prior of the prompt, twice what a running sibling has written),
-else the mean of the run. Doubling is the mean residual life of a log-normal with sigma near 1, where E[L | L > g] is
-close to 2g over the middle of the range; 71 % of the variance of log-length lies between prompts (WORKLOADS B.5), so
-siblings say most of what can be known.
+Model: log-lengths of a task are normal; 71 % of their variance lies between prompts, 29 % between samples of one prompt
+(WORKLOADS B.5 and C.3). A prompt's log-mean has the task's distribution as its prior. A finished rollout is an observation;
+one that has written g tokens is an observation cut off at g, imputed by its conditional mean
 
-What this module does not know: which rollouts are asked about; callers pass the prompt's hash and a task type.
+    E[x | x > a] = m + s * phi(z) / (1 - Phi(z)),  z = (a - m) / s
+
+and the posterior mean is found in a few rounds. Without the cut-off ones the first to finish, the shortest, would make every
+prompt look short. What earlier epochs of a prompt did counts as finished rollouts.
+
+Invariants
+- Bounded: at most `MAX_PROMPTS` prompts are remembered, least recently used first to go; running ones are never forgotten.
+- Estimates are finite, at least 1 and at most the caller's `max_new_tokens`.
+
+What this module does not know: classes, engines, time.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 
 from rolloutd.scheduler.states import TaskType
 
 MAX_PROMPTS = 65_536
-SMOOTHING = 0.05
-PRIOR_SMOOTHING = 0.3
-RESIDUAL_FACTOR = 2.0
+BETWEEN_SHARE = 0.71  # of the variance of log-length, between prompts
+START_VARIANCE = 1.0  # of log-length, before there are data: W1's is 0.98, W2's 0.72
+LEAST_VARIANCE, MOST_VARIANCE = 0.2, 3.0
+UNKNOWN_SHARE = 1 / 8  # of max_new_tokens: median length before there are data
+ENOUGH_SAMPLES = 32  # finished and running, before the task's own mean and variance are believed
+OLD_SAMPLES = 16  # a prompt's history counts as at most this many; older epochs fade
+ROUNDS = 3
+GROWTH = 1.1  # a running rollout's tokens are looked at again when they grew by this
+# Expected largest of k standard normals (order statistics), k = 1..16; beyond that sqrt(2 ln k) less its usual excess.
+LARGEST = (0.0, 0.564, 0.846, 1.029, 1.163, 1.267, 1.352, 1.424, 1.485, 1.539, 1.586, 1.629, 1.668, 1.703, 1.736, 1.766)
 
 
-class LengthPriors:
+class _Task:
+    """Prior of one task type: mean and variance of log-length over all prompts."""
+
+    __slots__ = ("count", "log_sum", "mean", "square_sum", "token_sum", "variance", "version")
+
     def __init__(self) -> None:
-        self._prompts: OrderedDict[str, float] = OrderedDict()  # prompt hash -> mean output tokens
-        self._mean: dict[TaskType, float] = {}
+        self.mean: float | None = None
+        self.variance = START_VARIANCE
+        self.version = 0
+        self.count = 0.0
+        self.log_sum = 0.0
+        self.square_sum = 0.0
+        self.token_sum = 0.0
 
-    def note_finished(self, prompt_hash: str, task_type: TaskType, generated_tokens: int) -> None:
-        old = self._mean.get(task_type)
-        self._mean[task_type] = generated_tokens if old is None else old + SMOOTHING * (generated_tokens - old)
-        known = self._prompts.pop(prompt_hash, None)
-        self._prompts[prompt_hash] = (
-            float(generated_tokens) if known is None else known + PRIOR_SMOOTHING * (generated_tokens - known)
-        )
-        if len(self._prompts) > MAX_PROMPTS:
-            self._prompts.popitem(last=False)
 
-    def expected(self, prompt_hash: str, task_type: TaskType, max_new_tokens: int, running_tokens: int = 0) -> float:
-        """Expected output tokens of one rollout, at most `max_new_tokens`, at least 1."""
-        known = self._prompts.get(prompt_hash)
-        if known is None:
-            known = self._mean.get(task_type, max_new_tokens / 4)
-        return max(1.0, min(float(max_new_tokens), max(known, RESIDUAL_FACTOR * running_tokens)))
+class _Prompt:
+    __slots__ = ("finished", "log_mean", "log_sum", "running", "stale", "task_version")
+
+    def __init__(self) -> None:
+        self.finished = 0.0
+        self.log_sum = 0.0
+        self.running: dict[str, int] = {}  # rollout id -> tokens written
+        self.log_mean = 0.0
+        self.stale = True
+        self.task_version = -1
+
+
+class LengthModel:
+    def __init__(self) -> None:
+        self._tasks: dict[TaskType, _Task] = {}
+        self._prompts: OrderedDict[tuple[str, TaskType], _Prompt] = OrderedDict()
+
+    # observations ------------------------------------------------------------------------------------------------------
+
+    def note_running(self, prompt_hash: str, task_type: TaskType, rollout_id: str, tokens: int) -> bool:
+        """A rollout has written this many tokens; true when that may change what is expected of its siblings."""
+        prompt = self._prompt(prompt_hash, task_type)
+        if tokens <= prompt.running.get(rollout_id, 0) * GROWTH:
+            return False
+        prompt.running[rollout_id] = tokens
+        prompt.stale = True
+        return True
+
+    def note_stopped(self, prompt_hash: str, task_type: TaskType, rollout_id: str) -> None:
+        """A rollout stopped running without an end: it says nothing more."""
+        prompt = self._prompts.get((prompt_hash, task_type))
+        if prompt is not None and prompt.running.pop(rollout_id, None) is not None:
+            prompt.stale = True
+
+    def note_finished(self, prompt_hash: str, task_type: TaskType, rollout_id: str, tokens: int) -> None:
+        prompt = self._prompt(prompt_hash, task_type)
+        prompt.running.pop(rollout_id, None)
+        log = math.log(max(1, tokens))
+        if prompt.finished >= OLD_SAMPLES:
+            prompt.log_sum *= 0.5
+            prompt.finished *= 0.5
+        prompt.finished += 1
+        prompt.log_sum += log
+        prompt.stale = True
+        task = self._task(task_type)
+        if task.count >= 4096:  # forget slowly: the policy changes
+            task.count, task.log_sum, task.square_sum, task.token_sum = (
+                task.count / 2,
+                task.log_sum / 2,
+                task.square_sum / 2,
+                task.token_sum / 2,
+            )
+        task.count += 1
+        task.log_sum += log
+        task.square_sum += log * log
+        task.token_sum += tokens
+
+    def refresh(self) -> None:
+        """Re-estimate the tasks' priors from what finished and what runs. Costs a pass over running rollouts."""
+        for task_type, task in self._tasks.items():
+            deviation = math.sqrt(task.variance)
+            count, log_sum, square_sum = task.count, task.log_sum, task.square_sum
+            for (_, its_type), prompt in self._prompts.items():
+                if its_type is task_type and prompt.running:
+                    for tokens in prompt.running.values():
+                        middle = task.mean if task.mean is not None else math.log(max(2, tokens))
+                        log = _imputed(math.log(max(1, tokens)), middle, deviation)
+                        count += 1
+                        log_sum += log
+                        square_sum += log * log
+            if count < ENOUGH_SAMPLES:
+                continue
+            mean = log_sum / count
+            variance = min(MOST_VARIANCE, max(LEAST_VARIANCE, square_sum / count - mean * mean))
+            if task.mean is None or abs(mean - task.mean) > 0.02 or abs(variance - task.variance) > 0.02:
+                task.mean, task.variance = mean, variance
+                task.version += 1
+
+    # estimates ---------------------------------------------------------------------------------------------------------
+
+    def expected(self, prompt_hash: str, task_type: TaskType, max_new_tokens: int, written: int = 0) -> float:
+        """Mean output tokens of one rollout of this prompt that has written `written` already."""
+        log_mean, deviation = self._predict(prompt_hash, task_type, max_new_tokens)
+        if written > 1:
+            log_mean = max(log_mean, _imputed(math.log(written), log_mean, deviation) - 0.5 * deviation * deviation)
+        return _tokens(log_mean + 0.5 * deviation * deviation, max_new_tokens)
+
+    def longest(self, prompt_hash: str, task_type: TaskType, max_new_tokens: int, count: int) -> float:
+        """Expected length of the longest of `count` rollouts of this prompt: what a step that needs them all waits for."""
+        log_mean, deviation = self._predict(prompt_hash, task_type, max_new_tokens)
+        if count <= len(LARGEST):
+            excess = LARGEST[max(1, count) - 1]
+        else:
+            root = math.sqrt(2.0 * math.log(count))
+            excess = root - (math.log(math.log(count)) + math.log(4 * math.pi)) / (2 * root)
+        return _tokens(log_mean + excess * deviation, max_new_tokens)
 
     def mean(self, task_type: TaskType) -> float:
-        """Mean output tokens seen for a task type; 0 when none was."""
-        return self._mean.get(task_type, 0.0)
+        """Mean output tokens of finished rollouts of a task type; 0 when there were none."""
+        task = self._tasks.get(task_type)
+        return task.token_sum / task.count if task is not None and task.count else 0.0
 
     def __len__(self) -> int:
         return len(self._prompts)
+
+    def _predict(self, prompt_hash: str, task_type: TaskType, max_new_tokens: int) -> tuple[float, float]:
+        """(log-mean of the prompt, standard deviation between its samples)."""
+        task = self._task(task_type)
+        within = math.sqrt((1.0 - BETWEEN_SHARE) * task.variance)
+        prior = task.mean if task.mean is not None else math.log(max(2.0, max_new_tokens * UNKNOWN_SHARE))
+        prompt = self._prompts.get((prompt_hash, task_type))
+        if prompt is None:
+            return prior, within
+        if prompt.stale or prompt.task_version != task.version:
+            prompt.log_mean = _posterior(prompt, prior, BETWEEN_SHARE * task.variance, within)
+            prompt.stale = False
+            prompt.task_version = task.version
+        return prompt.log_mean, within
+
+    def _task(self, task_type: TaskType) -> _Task:
+        task = self._tasks.get(task_type)
+        if task is None:
+            task = self._tasks[task_type] = _Task()
+        return task
+
+    def _prompt(self, prompt_hash: str, task_type: TaskType) -> _Prompt:
+        key = (prompt_hash, task_type)
+        prompt = self._prompts.get(key)
+        if prompt is None:
+            prompt = self._prompts[key] = _Prompt()
+            while len(self._prompts) > MAX_PROMPTS:
+                oldest, kept = self._prompts.popitem(last=False)
+                if kept.running:  # never forget who runs; it becomes the most recent
+                    self._prompts[oldest] = kept
+        else:
+            self._prompts.move_to_end(key)
+        return prompt
+
+
+def _posterior(prompt: _Prompt, prior: float, between: float, within: float) -> float:
+    """Posterior mean of a prompt's log-length, cut-off observations imputed round by round."""
+    precision = 1.0 / (within * within)
+    weight = 1.0 / between + (prompt.finished + len(prompt.running)) * precision
+    base = prior / between + prompt.log_sum * precision
+    cuts = [math.log(max(1, tokens)) for tokens in prompt.running.values()]
+    log_mean = (prior / between + prompt.log_sum * precision) / (1.0 / between + prompt.finished * precision)
+    if not cuts:
+        return log_mean
+    for _ in range(ROUNDS):
+        log_mean = (base + precision * sum(_imputed(cut, log_mean, within) for cut in cuts)) / weight
+    return log_mean
+
+
+def _imputed(cut: float, mean: float, deviation: float) -> float:
+    """Conditional mean of a normal above `cut`."""
+    z = (cut - mean) / deviation
+    if z > 6.0:  # the tail's ratio in its asymptotic form
+        return cut + deviation / z
+    if z < -6.0:
+        return mean
+    density = math.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
+    return mean + deviation * density / (0.5 * math.erfc(z / math.sqrt(2.0)))
+
+
+def _tokens(log_tokens: float, max_new_tokens: int) -> float:
+    return max(1.0, min(float(max_new_tokens), math.exp(min(log_tokens, 50.0))))

@@ -98,12 +98,15 @@ def abort(world: World, rollout: Rollout, reason: AbortReason, why: str) -> None
 
 def cancel(world: World, rollout: Rollout, outcome: Outcome = Outcome.CANCELLED) -> int:
     """Cancel a rollout and its subtree; returns how many were not finished yet."""
+    return cancel_subtree(world, rollout.run, rollout.rollout_id, outcome)
+
+
+def cancel_subtree(world: World, run: Run, root: str, outcome: Outcome = Outcome.CANCELLED) -> int:
+    """Cancel what is left below and including `root`, whose own record may be gone; returns how many were not finished."""
     count = 0
-    stack = [rollout]
-    while stack:
-        current = stack.pop()
-        stack.extend(current.run.rollouts[child] for child in current.child_ids if child in current.run.rollouts)
-        if current.state is RolloutState.FINISHED:
+    for rollout_id in run.family.subtree(root):
+        current = run.rollouts.get(rollout_id)
+        if current is None or current.state is RolloutState.FINISHED:
             continue
         count += 1
         if current.attempt is None:
@@ -168,6 +171,7 @@ def close_attempt(world: World, attempt: Attempt, piece: Piece | None) -> None:
     del world.attempts[attempt.attempt_id]
     attempt.engine.attempts.pop(attempt.attempt_id, None)
     rollout.attempt = None
+    rollout.run.lengths.note_stopped(rollout.prompt_hash, rollout.task_type, rollout.rollout_id)
     rollout.running_seconds += now - attempt.dispatched_at
     rollout.ttl_at += now - attempt.dispatched_at  # the limit is on waiting, and that was not waiting
     for entry in world.computing.end(attempt.stems):
@@ -234,7 +238,7 @@ def group_event(group: Group) -> GroupFinished:
 def _learn(run: Run, rollout: Rollout, result: RolloutResult) -> None:
     """Feed length priors, the output fingerprint and the stand-in for entropy."""
     run.finished_samples += 1
-    run.lengths.note_finished(result.prompt_hash, rollout.task_type, result.generated_tokens)
+    run.lengths.note_finished(result.prompt_hash, rollout.task_type, rollout.rollout_id, result.generated_tokens)
     if result.token_bytes:
         run.mix.note_output(zlib.crc32(result.token_bytes))
     if result.logprob_bytes:

@@ -129,9 +129,19 @@ class Scheduler:
             return Refusal(
                 Code.INVALID_ARGUMENT, "INVALID_ARGUMENT", "run_id: is empty; name the run", (("run_id", "is empty"),)
             )
+        is_new = event.run_id not in world.runs
         run = world.ensure_run(event.run_id)
         if isinstance(run, Refusal):
             return run
+        refusal = self._tell_run(run, event)
+        if refusal is not None and is_new:
+            del world.runs[event.run_id]
+        return refusal
+
+    def _tell_run(
+        self, run: Run, event: ConfigureRun | AttachConsumer | SubmitRollouts | SetBudget | ReportStep
+    ) -> Refusal | None:
+        world = self._world
         match event:
             case ConfigureRun():
                 return trainer.configure(world, run, event.settings)
@@ -203,16 +213,13 @@ class Scheduler:
             wanted.extend(group.members if group is not None else ())
         for rollout_id in wanted:
             for member in self._members(run, rollout_id):
-                lifecycle.cancel(self._world, run.rollouts[member])
+                lifecycle.cancel_subtree(self._world, run, member)
         return None
 
     @staticmethod
     def _members(run: Run, rollout_id: str) -> list[str]:
         """The rollout of this id, or the samples that were submitted under it."""
-        if rollout_id in run.rollouts:
-            return [rollout_id]
-        group = run.groups.get(rollout_id)
-        return [member for member in group.members if member in run.rollouts] if group is not None else []
+        return list(run.sampled.get(rollout_id, ())) or [rollout_id]
 
     def _engine_command(self, event: DrainEngine | RemoveEngine) -> Refusal | None:
         engine = self._world.engines.get(event.engine_id)

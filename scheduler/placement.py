@@ -17,17 +17,19 @@ from rolloutd.scheduler import budgeting, preemption, queueing, turns
 from rolloutd.scheduler.actions import Dispatch
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
+from rolloutd.scheduler.lanes import HEADS_PER_LANE
 from rolloutd.scheduler.lifecycle import arm_timer
 from rolloutd.scheduler.permit import Permit
 from rolloutd.scheduler.rollout import Attempt, Rollout
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.scoring import TERMS, Facts, clamp
 from rolloutd.scheduler.spec import TOKEN_BYTES
-from rolloutd.scheduler.states import Gate, RolloutClass, RolloutState, TaskType
+from rolloutd.scheduler.states import SHORT_TASKS, Gate, RolloutClass, RolloutState, TaskType
 from rolloutd.scheduler.views import Candidate, DecisionKind
 from rolloutd.scheduler.world import World
 
 MAX_ENGINES_PER_ENTRY = 4  # engines with a hit that are scored for one entry, beside the emptiest
+DEEP_HEADS_PER_LANE = 32  # entries looked at where the first ones wait for an engine or a prefix of their own
 CHEAP_PREFILL = 0.05  # dearness never falls below this: among equals a cached prefix is still better than none
 
 
@@ -74,7 +76,7 @@ def _fill(world: World, pool: str, batch_id: int, limit: int) -> int:
             world.dirty = True  # the next pass goes on; COLD_START wants small batches and quick results
             gate = Gate.BATCH_LIMIT
         else:
-            gate = _place(world, turn, batch_id)
+            gate = _place(world, turn, pool, batch_id)
         if gate is Gate.OPEN:
             made += 1
             per_run[run.run_id] = per_run.get(run.run_id, 0) + 1
@@ -89,15 +91,29 @@ def batch_limit(world: World, run: Run) -> int:
     return max(1, min(world.config.queue.max_batch_size, round(limit)))
 
 
-def _place(world: World, turn: turns.Turn, batch_id: int) -> Gate:
+def _place(world: World, turn: turns.Turn, pool: str, batch_id: int) -> Gate:
     """Dispatch the best pair of this turn; returns OPEN, or the gate that kept everything waiting."""
     run = turn.run
     gate = budgeting.run_gate(world, run, turn.rollout_class)
     if gate is not Gate.OPEN:
         return gate
     slots = world.run_slots(run)
+    tasks: set[TaskType] = set()
+    closed = Gate.ENGINE_SLOTS
+    for task_type in TaskType:
+        if (task_type in SHORT_TASKS) is turn.short and run.ledger.task_queued[task_type]:
+            gate = run.ledger.gate(turn.rollout_class, task_type, slots)
+            if gate is Gate.OPEN:
+                tasks.add(task_type)
+            else:
+                closed = gate
+    if not tasks:
+        preemption.make_room(world, turn, closed)
+        return closed
     weights = queueing.weights_of(world, run)
-    engines = [engine for engine in world.engines.values() if engine.is_open(world.now)]
+    engines = [
+        engine for engine in world.engines.values() if engine.is_open(world.now) and world.serves(engine, run, pool, {})
+    ]
     keep_short = reserved_short(world, run)
     roomy = [engine for engine in engines if engine.free_slots(turn.short, keep_short) > 0]
 
@@ -108,23 +124,29 @@ def _place(world: World, turn: turns.Turn, batch_id: int) -> Gate:
 
     if not roomy:
         closed = Gate.ENGINE_SLOTS if engines else Gate.NO_ENGINE
+        if any(engine.free_slots(True, 0) > 0 for engine in engines):
+            closed = Gate.SHORT_RESERVED
         preemption.make_room(world, turn, closed)
         return closed
     choice = _Choice()
-    closed = Gate.ENGINE_SLOTS
-    for entry in turn.backlog.candidates((engine.cache_key for engine in roomy), lane_bonus):
-        gate = run.ledger.gate(entry.rollout_class, entry.task_type, slots)
-        if gate is not Gate.OPEN:
-            closed = gate
-            continue
-        if queueing.hold_for_prefix(world, entry):
-            closed = Gate.HELD_FOR_PREFIX
-            world.decide(DecisionKind.HELD, entry.members[0], "its prefix is being computed", gate=Gate.HELD_FOR_PREFIX)
-            continue
-        gate = _score_entry(world, entry, roomy, weights, keep_short, choice)
-        if gate is not Gate.OPEN:
-            closed = gate
-            _note_blocked(world, entry, gate)
+    seen: set[int] = set()
+    for heads in (HEADS_PER_LANE, DEEP_HEADS_PER_LANE):
+        deeper = False  # what was seen may not start for reasons of its own: look behind it
+        for entry in turn.backlog.candidates((engine.cache_key for engine in roomy), lane_bonus, tasks, heads):
+            if entry.sequence in seen:
+                continue
+            seen.add(entry.sequence)
+            if queueing.hold_for_prefix(world, entry):
+                gate = Gate.HELD_FOR_PREFIX
+                world.decide(DecisionKind.HELD, entry.members[0], "its prefix is being computed", gate=gate)
+            else:
+                gate = _score_entry(world, entry, roomy, weights, keep_short, choice)
+            if gate is not Gate.OPEN:
+                closed = gate
+                deeper = deeper or gate in (Gate.HELD_FOR_PREFIX, Gate.NO_ENGINE)
+                _note_blocked(world, entry, gate)
+        if choice.entry is not None or not deeper:
+            break
     if choice.entry is None or choice.engine is None:
         preemption.make_room(world, turn, closed)
         return closed
@@ -345,6 +367,8 @@ def _dispatch(world: World, entry: Entry, engine: Engine, choice: _Choice, batch
         attempt.stems = queueing.entry_stems(entry)
         world.computing.begin(attempt.stems)
     _hold_siblings(world, entry, attempt, predicted)
+    if entry.members and not entry.held:
+        queueing.order(world, entry)  # fewer wait, so the longest of them is expected to be shorter
     best = tuple(sorted(choice.candidates, key=lambda candidate: -candidate.score)[:4])
     world.decide(
         DecisionKind.DISPATCHED,

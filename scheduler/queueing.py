@@ -20,7 +20,7 @@ from rolloutd.scheduler.timers import TimerKind
 from rolloutd.scheduler.world import World
 
 HITS_FRESH_SECONDS = 0.25  # an entry's prefix hits are looked up again after this
-REKEY_FACTOR = 1.25  # an expected length that moved by less does not change an entry's place
+REKEY_FACTOR = 1.1  # an expected length that moved by less since it was keyed does not change an entry's place
 
 
 def put(world: World, rollout: Rollout) -> None:
@@ -54,7 +54,7 @@ def put(world: World, rollout: Rollout) -> None:
     if not run.ledger.queued:
         turns.rejoin(world, run, spec.pool)
     run.ledger.enqueue(rollout.rollout_class, spec.task_type, 1)
-    run.queued_bytes[rollout.rollout_class] += len(entry.token_bytes)
+    run.queued_bytes[rollout.rollout_class] += entry.size_bytes
     if entry.short:
         run.short_seen_at = world.now
     world.dirty = True
@@ -72,7 +72,7 @@ def take(world: World, rollout: Rollout) -> Entry:
         entry.members.remove(rollout)
     rollout.entry = None
     run.ledger.enqueue(rollout.rollout_class, rollout.task_type, -1)
-    run.queued_bytes[rollout.rollout_class] -= len(entry.token_bytes)
+    run.queued_bytes[rollout.rollout_class] -= entry.size_bytes
     if not entry.members:
         backlog = entry.backlog
         if backlog is not None:
@@ -118,6 +118,7 @@ def order(world: World, entry: Entry) -> None:
     refresh_hits(world, entry)
     facts = entry_facts(world, entry)
     weights = weights_of(world, run)
+    entry.keyed_tokens = entry.longest_tokens
     entry.static_key = static_key(facts, entry.queued_at, entry.deadline_at, weights)
     bonus = weights["prefix"] / max(1, entry.prompt_tokens)
     bonuses = ((engine, hit * bonus) for engine, hit in entry.hits.items())
@@ -171,35 +172,39 @@ def refresh_hits(world: World, entry: Entry) -> None:
         entry.hits_at = world.now
 
 
-def note_running(world: World, entry: Entry, generated_tokens: int) -> None:
-    """A sibling that runs has written this much: expect at least as much of those that wait."""
-    if generated_tokens <= entry.running_tokens * REKEY_FACTOR:
+def note_siblings(world: World, entry: Entry) -> None:
+    """Siblings of a waiting entry wrote or finished: put it where what is expected of it now belongs."""
+    if entry.held or not entry.members:
         return
-    entry.running_tokens = generated_tokens
-    before = entry.expected_tokens
-    if expected_tokens(entry) > before * REKEY_FACTOR and not entry.held:
+    expect(entry)
+    if not 1.0 / REKEY_FACTOR < entry.longest_tokens / entry.keyed_tokens < REKEY_FACTOR:
         order(world, entry)
 
 
-def expected_tokens(entry: Entry) -> float:
-    """Expected output of the entry's first member, counted from what it has already."""
+def expect(entry: Entry) -> None:
+    """What is expected of the entry's members: the mean of the first one's remaining output, and the longest of all."""
     first = entry.members[0]
     kept = first.kept_tokens
-    whole = entry.run.lengths.expected(
-        entry.prompt_hash, entry.task_type, first.max_new_tokens, max(entry.running_tokens, kept)
-    )
-    return max(1.0, whole - kept)
+    lengths = entry.run.lengths
+    whole = lengths.expected(entry.prompt_hash, entry.task_type, first.max_new_tokens, kept)
+    entry.expected_tokens = max(1.0, whole - kept)
+    if len(entry.members) == 1 and kept:
+        entry.longest_tokens = entry.expected_tokens
+    else:
+        entry.longest_tokens = lengths.longest(
+            entry.prompt_hash, entry.task_type, first.max_new_tokens, len(entry.members)
+        )
 
 
 def entry_facts(world: World, entry: Entry) -> Facts:
     """The entry side of the score's facts, as of now."""
     run = entry.run
     facts = Facts()
-    entry.expected_tokens = expected_tokens(entry)
+    expect(entry)
     facts.rollout_class = entry.rollout_class
     facts.prompt_tokens = entry.prompt_tokens
     facts.expected_tokens = entry.expected_tokens
-    facts.mean_tokens = run.lengths.mean(entry.task_type) or entry.expected_tokens
+    facts.longest_tokens = entry.longest_tokens
     facts.expected_seconds = entry.expected_tokens * pool_token_seconds(world, run, entry.pool)
     facts.waited_seconds = world.now - entry.queued_at
     facts.aging_seconds = world.config.queue.aging_seconds

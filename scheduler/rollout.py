@@ -96,7 +96,6 @@ class Rollout:
     __slots__ = (
         "attempt",
         "attempts",
-        "child_ids",
         "clipped",
         "consumer_id",
         "deadline_at",
@@ -173,7 +172,6 @@ class Rollout:
         self.pieces_by: list[tuple[str, int]] = []  # (engine id, attempt number) of each piece
         self.result: RolloutResult | None = None
         self.timer: Timer | None = None
-        self.child_ids: list[str] = []
         self.story: deque[tuple[float, str]] = deque(maxlen=STORY_ENTRIES)
 
     @property

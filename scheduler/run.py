@@ -15,9 +15,10 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from rolloutd.scheduler.config import SchedulerConfig
+from rolloutd.scheduler.family import Family
 from rolloutd.scheduler.group import Group
 from rolloutd.scheduler.ledger import Ledger
-from rolloutd.scheduler.lengths import LengthPriors
+from rolloutd.scheduler.lengths import LengthModel
 from rolloutd.scheduler.meter import Meter
 from rolloutd.scheduler.mix import Mix
 from rolloutd.scheduler.outbox import Consumer
@@ -44,6 +45,7 @@ class Run:
         "ended",
         "entries",
         "epoch",
+        "family",
         "finished_by_class",
         "finished_by_task",
         "finished_samples",
@@ -61,6 +63,7 @@ class Run:
         "reserved_for",
         "rollouts",
         "run_id",
+        "sampled",
         "settings",
         "short_seen_at",
         "supply",
@@ -81,13 +84,15 @@ class Run:
         self.ledger = Ledger(config.budget.default)
         self.lease_timer: Timer | None = None
         self.phase = PhaseState(config.policy)
-        self.lengths = LengthPriors()
+        self.lengths = LengthModel()
         self.mix = Mix(settings.target_mix, config.queue.max_strata)
         self.supply = Meter(now)
         self.consumers: dict[str, Consumer] = {}
         self.rollouts: dict[str, Rollout] = {}
+        self.sampled: dict[str, dict[str, None]] = {}  # id submitted with samples > 1 -> its members that are records
         self.unfinished = 0
         self.groups: dict[str, Group] = {}
+        self.family = Family()
         self.delivered: OrderedDict[str, None] = OrderedDict()
         self.entries: dict[EntryKey, Entry] = {}
         self.by_step: dict[int, set[str]] = {}  # needed_by_step -> unfinished rollouts that are not CRITICAL yet

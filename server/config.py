@@ -194,9 +194,10 @@ def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def _suggestion(key: str) -> str:
     known = [*KEYS, *STRUCTURED_KEYS]
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    if not close:  # right name, wrong section
-        close = [candidate for candidate in known if candidate.rpartition(".")[2] == key.rpartition(".")[2]][:1]
+    section, _, name = key.rpartition(".")
+    # The right name in the wrong section says more than a similar name.
+    close = [candidate for candidate in known if section and candidate.rpartition(".")[2] == name][:1]
+    close = close or difflib.get_close_matches(key, known, n=1, cutoff=0.8)
     if close:
         return f"; did you mean {close[0]!r}?"
     section = key.partition(".")[0]

@@ -17,7 +17,12 @@ LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNI
 def configure_logging(*, json: bool, level: str) -> None:
     """Set up structlog once per process. `level` is a key of `LEVELS`."""
     renderer: Processor = (
-        structlog.processors.JSONRenderer() if json else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        structlog.processors.JSONRenderer()
+        if json
+        # Plain traces: pretty ones take a second, in which no rollout moves.
+        else structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        )
     )
     processors: list[Processor] = [
         structlog.contextvars.merge_contextvars,

@@ -136,7 +136,7 @@ class Server:
         grace = self.config.shutdown_grace_seconds if grace_seconds is None else grace_seconds
         self._log.info("draining", grace_seconds=grace)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        self.state.draining = True
+        self.state.drain()
         self.loop.post(events.BeginShutdown(grace))
         try:
             # Aborts at the end of the grace take up to abort_seconds to be answered.

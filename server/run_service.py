@@ -5,15 +5,13 @@ What this module does not know: what the settings do.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 from rolloutd.scheduler import events
 from rolloutd.scheduler.actions import Abort, Finished
 from rolloutd.scheduler.spec import RunSettings
 from rolloutd.scheduler.views import RunView
-from rolloutd.server.errors import FieldErrors, abort, field_error, not_found
+from rolloutd.server.errors import SHUTTING_DOWN, field_error, not_found
 from rolloutd.server.handler import Refused, check, handler
 from rolloutd.server.loop import refusal_of
 from rolloutd.server.paging import decode_token, encode_token, page_size
@@ -42,6 +40,7 @@ from rolloutd.v1 import (
 
 _MIN_WATCH_SECONDS = 0.1
 _DEFAULT_WATCH_SECONDS = 1.0
+_MAX_WATCH_SECONDS = 86_400.0
 
 
 class RunService(RunServiceServicer):
@@ -101,23 +100,21 @@ class RunService(RunServiceServicer):
         after = self._state.run_view(request.run_id) or before  # an ended run without results is forgotten at once
         return EndRunResponse(ended_rollouts=ended, state=self._state_of(after))
 
-    async def WatchRun(self, request: WatchRunRequest, context: Any) -> AsyncIterator[WatchRunResponse]:
-        try:
-            view: RunView | None = self._view(request.run_id)
-            if not 0.0 <= request.interval_seconds < 86_400:
-                raise field_error("interval_seconds", f"must be 0 to 86400, got {request.interval_seconds:g}")
-        except Refused as refused:
-            await abort(context, refused.refusal)
-        except FieldErrors as error:
-            await abort(context, error.refusal())
+    @handler
+    async def WatchRun(self, request: WatchRunRequest, context: Any) -> None:  # type: ignore[override]
+        view: RunView | None = self._view(request.run_id)
+        if not 0.0 <= request.interval_seconds <= _MAX_WATCH_SECONDS:
+            limit = f"{_MAX_WATCH_SECONDS:.0f}"
+            raise field_error("interval_seconds", f"must be 0 to {limit}, got {request.interval_seconds:g}")
         interval = max(_MIN_WATCH_SECONDS, request.interval_seconds or _DEFAULT_WATCH_SECONDS)
         sent: RunState | None = None
-        while view is not None and not self._state.draining:
+        while view is not None:
             state = self._state_of(view)
-            if sent is None or state != sent:
-                yield WatchRunResponse(state=state)
+            if state != sent:
+                await context.write(WatchRunResponse(state=state))
                 sent = state
-            await asyncio.sleep(interval)
+            if await self._state.wait_draining(interval):
+                raise Refused(SHUTTING_DOWN)
             view = self._state.run_view(request.run_id)
 
     def _fence(self, request: PauseRunRequest | ResumeRunRequest | EndRunRequest) -> None:

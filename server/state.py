@@ -5,6 +5,7 @@ What this module does not know: any single RPC.
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import uuid
 from dataclasses import dataclass, field
@@ -34,16 +35,32 @@ def server_version() -> str:
 
 @dataclass(slots=True)
 class ServerState:
-    """One running server. `draining`: it accepts nothing new."""
+    """One running server."""
 
     config: ServerConfig
     loop: RunLoop
     engines: EngineManager
     tokenizers: Tokenizers
     started_at: float
-    draining: bool = False
+    _draining: asyncio.Event = field(default_factory=asyncio.Event)
     version: str = field(default_factory=server_version)
     instance_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def draining(self) -> bool:
+        """It finishes what it has and accepts nothing new."""
+        return self._draining.is_set()
+
+    def drain(self) -> None:
+        self._draining.set()
+
+    async def wait_draining(self, timeout_seconds: float) -> bool:
+        """Wait until it drains, at most so long; whether it does."""
+        try:
+            await asyncio.wait_for(self._draining.wait(), timeout_seconds)
+        except TimeoutError:
+            return False
+        return True
 
     def server_info(self) -> ServerInfo:
         scheduler = self.config.scheduler

@@ -75,7 +75,18 @@ class _Job:
         self._stem = stem
         self._written = written
         self._out = out
+        self._results: dict[str, asyncio.Future[RolloutResult]] = {}  # by rollout; also those of an earlier life
         self.failed = 0
+
+    async def collect(self) -> None:
+        """Take results as they come, until cancelled."""
+        async for result in self._client.results():
+            arrived = self._result(result.rollout_id)
+            if not arrived.done():
+                arrived.set_result(result)
+
+    def _result(self, rollout_id: str) -> asyncio.Future[RolloutResult]:
+        return self._results.setdefault(rollout_id, asyncio.get_running_loop().create_future())
 
     async def line(self, number: int, text: str) -> None:
         """Run one line and write what came of it."""
@@ -93,7 +104,8 @@ class _Job:
                 raise ValueError("has no `prompt` (text or a list of token ids)")
             prompt = options.pop("prompt")
             rollout_id = f"{submission}.{attempt}" if attempt else submission
-            results = await self._client.generate_group(prompt, rollout_id=rollout_id, **options)
+            submitted = await self._client.submit(prompt, rollout_id=rollout_id, **options)
+            await submitted.accepted()
         except ServerUnavailable:
             raise
         except (ValueError, TypeError, RolloutdError) as error:
@@ -101,10 +113,12 @@ class _Job:
             row = {"submission": submission, "attempt": attempt, "line": number}
             self._write([row | {"error": f"{type(error).__name__}: {error}"}])
             return
+        results = [await self._result(rollout_id) for rollout_id in submitted.rollout_ids]
         self.failed += any(not result.ok for result in results)
         self._write([_row(result, submission, attempt, number) for result in results])
         for result in results:  # only now: what was not written comes again
             self._client.acknowledge(result)
+            del self._results[result.rollout_id]
 
     def _write(self, rows: list[dict[str, Any]]) -> None:
         self._out.writelines(json.dumps(row) + "\n" for row in rows)
@@ -135,10 +149,13 @@ async def _run(
             async with connect(server, run=run_id, consumer=consumer, auto_acknowledge=False) as client:
                 job = _Job(client, stem, written, out)
                 async with asyncio.TaskGroup() as group:
-                    for number, text in enumerate(lines, start=1):
-                        if text.strip():
-                            await room.acquire()
-                            group.create_task(one(job, number, text))
+                    collector = group.create_task(job.collect())
+                    async with asyncio.TaskGroup() as work:
+                        for number, text in enumerate(lines, start=1):
+                            if text.strip():
+                                await room.acquire()
+                                work.create_task(one(job, number, text))
+                    collector.cancel()
                 failed = job.failed
         except* RolloutdError as errors:
             gone = str(errors.exceptions[0])

@@ -11,6 +11,7 @@ A conftest makes them a session-scoped fixture with one line: `return shared_ser
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -30,8 +31,8 @@ SKIP_VARIABLE = "ROLLOUTD_SKIP_SGLANG"
 RECIPE = Path(__file__).resolve().parents[1] / "deploy" / "sglang-cpu"
 # Slots of each server: few enough to fill them in a test, and about where this model's throughput stops growing.
 MAX_RUNNING_ROLLOUTS = 32
-# Start takes 20-30 s on an idle machine of 2 cores, most of it imports; several servers beside other work take longer.
-READY_SECONDS = 240.0
+# Start takes 20-30 s on an idle machine of 2 cores, most of it imports; several servers beside other work, minutes.
+READY_SECONDS = 600.0
 _POLL_SECONDS = 0.25
 _STOP_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
@@ -49,16 +50,17 @@ class SGLangServer:
         return self.log.read_text(errors="replace")[-3000:]
 
     def stop(self) -> None:
-        """End the whole process group; the schedulers are its children."""
-        for how, seconds in ((signal.SIGTERM, _STOP_SECONDS), (signal.SIGKILL, None)):
-            try:
-                os.killpg(self.process.pid, how)
-            except ProcessLookupError:
-                break
-            try:
-                self.process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                continue
+        """Ask the server to end, and after a while end the whole process group; the schedulers are its children.
+
+        Only the leader is asked: it removes the shared memory of its schedulers, which they leave behind when killed.
+        """
+        self.process.terminate()
+        try:
+            self.process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            print(f"SGLang server {self.url} had to be killed", file=sys.stderr)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
 
 
@@ -132,6 +134,8 @@ _shared: list[SGLangServer] = []
 
 
 def _stop_shared() -> None:
+    for server in _shared:
+        server.process.terminate()  # all at once: each takes some seconds
     while _shared:
         server = _shared.pop()
         server.stop()

@@ -156,8 +156,8 @@ class Dispatch:
 
     def _on_accepted(self, message: v1.Accepted) -> None:
         entry = self._ledger.get(message.rollout_id)
-        if entry is None:
-            return  # its results came first
+        if entry is None or entry.retry is not None:
+            return  # its results came first, or another of its samples was refused for now
         self._ledger.accept(entry)
         entry.acceptance = entry.acceptance or acceptance_of_message(message)
         entry.settle()
@@ -170,8 +170,8 @@ class Dispatch:
             logger.warning("%s of %s was refused: %s", kind, message.rollout_id, problem)
             return
         entry = self._ledger.get(message.rollout_id)
-        if entry is None:
-            return
+        if entry is None or entry.retry is not None:
+            return  # ended, or tried again already, because another of its samples was refused
         if problem.code != "RESOURCE_EXHAUSTED":
             self.refuse(entry, problem)
             return

@@ -104,11 +104,12 @@ class RolloutStream:
     async def submit(self, entry: Entry) -> None:
         """Takes an entry, at once or as soon as enough others are accepted."""
         self.raise_failure()
-        with self.waiting():
-            while self._crowded(entry):
-                self._dispatch.room.clear()
-                await self._dispatch.room.wait()
-                self.raise_failure()
+        if self._crowded(entry):
+            with self.waiting():
+                while self._crowded(entry):
+                    self._dispatch.room.clear()
+                    await self._dispatch.room.wait()
+                    self.raise_failure()
         self._ledger.add(entry)
         self._outbox.submit(entry)
 

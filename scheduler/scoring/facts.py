@@ -21,7 +21,7 @@ class Facts:
         "expected_tokens",
         "hit_tokens",
         "kv_fill",
-        "mean_tokens",
+        "longest_tokens",
         "prompt_tokens",
         "rollout_class",
         "slack_seconds",
@@ -37,7 +37,7 @@ class Facts:
         self.prompt_tokens = 0
         self.expected_tokens = 1.0
         self.expected_seconds = 0.0
-        self.mean_tokens = 1.0
+        self.longest_tokens = 1.0
         self.waited_seconds = 0.0
         self.aging_seconds = 1.0
         self.slack_seconds: float | None = None

@@ -1,16 +1,22 @@
 """Urgency of the training step: how much later the step ends if this waits.
 
 With a deadline: 1 - slack / HORIZON_SECONDS, where slack = deadline - now - expected running time (WORKLOADS B.12).
-Without one, for CRITICAL work: expected / (expected + mean output), so the longest go first; a step ends with its slowest
-rollout. For other classes: 1 / (2 x steps until needed); 0 where nobody needs it by a step.
+Without one, for CRITICAL work: ln(longest) / ln(LONGEST_TOKENS), where longest is what the longest of the rollouts that wait
+with this prompt is expected to write: a step ends with its slowest rollout, so what may take longest goes first. The scale
+is fixed, so keys made at different times compare.
+For other classes: 1 / (2 x steps until needed); 0 where nobody needs it by a step.
 """
 
 from __future__ import annotations
+
+import math
 
 from rolloutd.scheduler.scoring.facts import Facts
 from rolloutd.scheduler.states import RolloutClass
 
 HORIZON_SECONDS = 60.0  # a slack beyond this is no hurry
+LONGEST_TOKENS = 131_072  # outputs beyond this are as urgent as this
+LOG_LONGEST = math.log(LONGEST_TOKENS)
 
 
 def score(facts: Facts) -> float:
@@ -28,7 +34,7 @@ def static(deadline_at: float | None, facts: Facts) -> float:
 
 def _untimed(facts: Facts) -> float:
     if facts.rollout_class is RolloutClass.CRITICAL:
-        return facts.expected_tokens / (facts.expected_tokens + facts.mean_tokens) if facts.mean_tokens > 0 else 0.0
+        return min(1.0, math.log(max(1.0, facts.longest_tokens)) / LOG_LONGEST)
     if facts.steps_away is not None:
         return 0.5 / max(1, facts.steps_away)
     return 0.0

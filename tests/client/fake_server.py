@@ -7,7 +7,6 @@ finishes when the test says so, or at once with `finish_at_once`. Its output is 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -127,11 +126,7 @@ class FakeServer(v1.RolloutServiceServicer, v1.RunServiceServicer, v1.TrainerSer
         v1.add_RunServiceServicer_to_server(self, self._server)
         v1.add_TrainerServiceServicer_to_server(self, self._server)
         v1.add_EngineServiceServicer_to_server(self, self._server)
-        candidates = [self.port] if self.port else range(24010, 24090)
-        for port in candidates:
-            with contextlib.suppress(RuntimeError):
-                self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
-                break
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")  # any at first, then the same again
         await self._server.start()
 
     async def stop(self, *, forget: bool = False) -> None:

@@ -138,3 +138,24 @@ async def test_a_full_queue_is_not_tried_beyond_the_rollouts_own_limit(
             await client.generate([1], max_new_tokens=1, **limit)  # type: ignore[arg-type]
     assert (refusal.value.code, refusal.value.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
     assert refusal.value.retry_after_seconds == 0.02
+
+
+async def test_a_group_of_which_one_sample_found_the_queue_full_is_tried_again_as_a_whole(server: FakeServer) -> None:
+    server.accept.clear()
+    async with connect(server) as client:
+        group = asyncio.create_task(client.generate_group([1], samples=3, rollout_id="g", max_new_tokens=1))
+        await server.until(lambda: server.messages)
+        full = v1.Error(code=8, reason="QUEUE_FULL", message="the queue is full", retry_after_seconds=0.05)
+        server.send(
+            v1.Event(accepted=v1.Accepted(rollout_id="g/0")),
+            v1.Event(rejected=v1.Rejected(rollout_id="g/1", kind=v1.ITEM_KIND_SUBMISSION, error=full)),
+            v1.Event(rejected=v1.Rejected(rollout_id="g/2", kind=v1.ITEM_KIND_SUBMISSION, error=full)),
+            v1.Event(accepted=v1.Accepted(rollout_id="g/0")),
+        )
+        server.finish_at_once = False
+        server.accept.set()
+        await server.until(lambda: len(server.submissions) == 2)
+        for index in range(3):
+            server.finish(f"g/{index}")
+        assert len(await group) == 3
+    assert len(server.submissions) == 2

@@ -153,9 +153,10 @@ async def test_client_97_nobody_waits_for_ever_for_a_dead_server(server: FakeSer
                 await late
 
 
-async def test_client_97_a_server_that_was_never_there(quick_retries: None) -> None:
-    with pytest.raises(rolloutd.client.ServerUnavailable, match="127.0.0.1:24099"):
-        async with rolloutd.client.connect("127.0.0.1:24099", run="r", consumer="c", reconnect_seconds=0.2):
+async def test_client_97_a_server_that_is_not_there(server: FakeServer, quick_retries: None) -> None:
+    await server.stop()
+    with pytest.raises(rolloutd.client.ServerUnavailable, match=server.address):
+        async with connect(server, reconnect_seconds=0.2):
             pytest.fail("nobody answered, yet the client is open")
 
 

@@ -24,7 +24,9 @@ SIM_FLAGS = (
     *("--vocab-size", str(VOCABULARY_SIZE), "--context-length", "4096", "--kv-tokens", "16384", "--page-size", "16"),
     *("--slots", "32", "--stream-interval", "8", "--time-scale", "3"),
 )
-SIM_READY_SECONDS = 30.0
+SIM_READY_SECONDS = 60.0
+# The first test that needs the real servers may build their environment and waits for their start.
+REAL = (pytest.mark.sglang, pytest.mark.timeout(1800))
 
 
 class SimServer:
@@ -83,7 +85,7 @@ def sglang_url(request: pytest.FixtureRequest) -> str:
     return shared_servers(request, 2)[0].url
 
 
-@pytest.fixture(scope="session", params=["sim", pytest.param("sglang", marks=pytest.mark.sglang)])
+@pytest.fixture(scope="session", params=["sim", pytest.param("sglang", marks=REAL)])
 def engine_url(request: pytest.FixtureRequest) -> str:
     if request.param == "sim":
         return str(request.getfixturevalue("sim_url"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 
 import numpy as np
@@ -32,10 +33,10 @@ async def test_abort_of_running_work_keeps_its_tokens(door: SGLangEngine, prompt
 
 
 async def test_abort_of_queued_work(door: SGLangEngine, info: EngineInfo, prompts: np.random.Generator) -> None:
-    fill = [Running(door, greedy(ids(prompts, 16), 400)) for _ in range(info.max_running_rollouts)]
+    fill = [Running(door, greedy(ids(prompts, 16), 450)) for _ in range(info.max_running_rollouts)]
     for running in fill:
         await running.first_token.wait()
-    queued = Running(door, greedy(ids(prompts, 16), 400, logprobs=True))
+    queued = Running(door, greedy(ids(prompts, 16), 450, logprobs=True))
     await load_shows(door, lambda load: load.waiting_rollouts == 1)
     await door.abort(queued.id)
     answer = await queued.task
@@ -82,14 +83,23 @@ async def test_abort_stops_exactly_one_of_similar_ids(door: SGLangEngine, prompt
     assert len(answers[0].token_bytes) == len(answers[2].token_bytes) == 600
 
 
-async def test_cancelling_the_task_stops_the_engine(door: SGLangEngine, prompts: np.random.Generator) -> None:
-    running = Running(door, greedy(ids(prompts, 20), LONG))
-    await running.first_token.wait()
-    await load_shows(door, lambda load: load.running_rollouts == 1)
-    running.task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await running.task
-    await load_shows(door, lambda load: load.running_rollouts == 0 and load.kv_used_tokens == 0)
+async def test_cancelling_the_task_stops_the_engine_within_a_second(
+    door: SGLangEngine, prompts: np.random.Generator
+) -> None:
+    seconds = []
+    for _ in range(3):
+        running = Running(door, greedy(ids(prompts, 20), LONG))
+        await running.first_token.wait()
+        await load_shows(door, lambda load: load.running_rollouts == 1)
+        cancelled = time.monotonic()
+        running.task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running.task
+        await load_shows(door, lambda load: load.running_rollouts == 0 and load.kv_used_tokens == 0)
+        seconds.append(time.monotonic() - cancelled)
+        if seconds[-1] < 1.0:
+            return
+    pytest.fail(f"the engine stopped {seconds} s after the hang-up; a busy machine excuses one such time, not three")
 
 
 async def test_aborted_work_is_resumed_from_its_tokens(door: SGLangEngine, prompts: np.random.Generator) -> None:

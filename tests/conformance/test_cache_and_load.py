@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import numpy as np
+import pytest
 
 from rolloutd.engines.base import EngineInfo
 from rolloutd.engines.sglang import SGLangEngine
@@ -29,23 +30,32 @@ async def test_continuation_reuses_its_own_output(door: SGLangEngine, prompts: n
     assert second.cached_tokens >= 288 - 16
 
 
-async def test_siblings_together_do_not_share_but_do_after_the_leader(
-    door: SGLangEngine, prompts: np.random.Generator
+async def test_siblings_of_one_prefill_batch_do_not_share(
+    door: SGLangEngine, is_real: bool, prompts: np.random.Generator
 ) -> None:
-    prompt = ids(prompts, 240)
-    # A long prompt in front keeps the engine busy until all siblings wait; then they are admitted as one batch.
-    blocker = Running(door, greedy(ids(prompts, 3500), 1))
-    siblings = [greedy(prompt, 8) for _ in range(6)]
-    answers = await gather(door, siblings)
-    await blocker.task
-    # One that arrives before the long prompt may go alone and one behind it may come too late; sharing would leave one 0.
-    cached = [answer.cached_tokens for answer in answers]
-    assert cached.count(0) >= 3, f"equal prompts of one prefill batch share nothing, but they had {cached}"
+    """Equal prompts that wait together are admitted together and each computed in full.
 
-    other = ids(prompts, 240)
-    leader = Running(door, greedy(other, 60))
+    Long prompts in front keep the engine busy until all siblings wait. On a busy machine some come too late all the same,
+    so there are three tries; an engine that did share would leave exactly one uncached in every one of them.
+    """
+    seen = []
+    for _ in range(3):
+        prompt = ids(prompts, 240)
+        # The real engine cuts a prefill at 4,096 tokens, and a cut in the middle of the siblings lets later ones share.
+        blockers = [Running(door, greedy(ids(prompts, 3500), 1)) for _ in range(1 if is_real else 3)]
+        answers = await gather(door, [greedy(prompt, 8) for _ in range(6)])
+        await asyncio.gather(*(blocker.task for blocker in blockers))
+        seen.append([answer.cached_tokens for answer in answers])
+        if seen[-1].count(0) >= 3:
+            return
+    pytest.fail(f"cached tokens of equal prompts submitted together: {seen}")
+
+
+async def test_siblings_share_after_the_leaders_first_token(door: SGLangEngine, prompts: np.random.Generator) -> None:
+    prompt = ids(prompts, 240)
+    leader = Running(door, greedy(prompt, 60))
     await leader.first_token.wait()
-    followers = await gather(door, [greedy(other, 8) for _ in range(5)])
+    followers = await gather(door, [greedy(prompt, 8) for _ in range(5)])
     assert [answer.cached_tokens for answer in followers] == [REUSABLE] * 5
     assert (await leader.task).cached_tokens == 0
 

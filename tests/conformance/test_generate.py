@@ -76,7 +76,9 @@ async def test_stop_token_ends_and_is_included(door: SGLangEngine, prompts: np.r
     stop = int(whole[20])
     end = int(np.flatnonzero(whole == stop)[0]) + 1
     # ignore_eos makes SGLang ignore stop_token_ids as well.
-    answer = await run(door, greedy(prompt, 40, sampling={"stop_token_ids": [stop], "ignore_eos": False}, logprobs=True))
+    answer = await run(
+        door, greedy(prompt, 40, sampling={"stop_token_ids": [stop], "ignore_eos": False}, logprobs=True)
+    )
     assert answer.finish_reason == "stop"
     assert answer.matched_stop == stop
     assert np.frombuffer(answer.token_bytes, "<u4").tolist() == whole[:end].tolist()

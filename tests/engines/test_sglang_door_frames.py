@@ -19,7 +19,7 @@ REQUEST = AttemptRequest("a" * 32, 100, bytes(4), logprobs=True, top_logprobs=1)
 
 
 def tokens_of(answer: Slice) -> list[int]:
-    return np.frombuffer(answer.token_bytes, "<u4").tolist()
+    return [int(token) for token in np.frombuffer(answer.token_bytes, "<u4")]
 
 
 def lp(token: int) -> float:

@@ -102,9 +102,7 @@ async def test_client_94_over_the_context_is_refused_with_the_limit_in_the_messa
 
 async def test_client_95_clipping_is_the_callers_choice_and_shows() -> None:
     async with running_server() as rig, rig.stream() as stream:
-        await stream.submit(
-            submission("r", token_bytes=bytes(4 * 4090), max_new_tokens=200, clip_max_new_tokens=True)
-        )
+        await stream.submit(submission("r", token_bytes=bytes(4 * 4090), max_new_tokens=200, clip_max_new_tokens=True))
         result = await stream.next("finished")
         assert result.complete and result.clipped
         assert rig.door.requests[0].max_new_tokens == 6
@@ -351,4 +349,3 @@ async def _running_door(rig: Rig) -> FakeDoor:
                 if door.running:
                     return door
             await asyncio.sleep(0.002)  # which engine it is, is the scheduler's choice
-

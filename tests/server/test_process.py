@@ -56,7 +56,7 @@ async def test_stream_89_shutting_down_in_order() -> None:
         await stream.submit(*[submission(f"r{number}") for number in range(30)])
         running = await rig.door.wait_running(20)
         stopping = asyncio.create_task(rig.server.stop(grace_seconds=30.0))
-        ended = {}
+        ended: dict[str, int] = {}
         while len(ended) < 10:  # what waits ends at once
             result = await stream.next("finished")
             ended[result.rollout_id] = result.outcome
@@ -123,7 +123,9 @@ async def test_the_metrics_endpoint_tells_what_happened() -> None:
             report = ReportStepRequest(run_id="run", step=step, step_seconds=2.0)
             report.trainer_state = state  # type: ignore[assignment]
             await rig.trainer.ReportStep(report)
-        await stream.submit(*[submission(f"r{number}") for number in range(3)], submission("bad", token_bytes=b"\xff" * 8))
+        await stream.submit(
+            *[submission(f"r{number}") for number in range(3)], submission("bad", token_bytes=b"\xff" * 8)
+        )
         await stream.finished(3)
         async with rig.stream() as again:  # delivered again, counted once
             await again.finished(3)

@@ -5,11 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import struct
 import sys
 import textwrap
+from pathlib import Path
 
 import grpc
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 from rolloutd.scheduler.states import RolloutClass
 from rolloutd.server.config import EngineSettings
@@ -27,6 +32,7 @@ from rolloutd.v1 import (
     Hello,
     RolloutUpdate,
     RunConfig,
+    RunRolloutRequest,
 )
 from tests.server.fake_door import FakeDoor
 from tests.server.harness import WAIT_SECONDS, Stream, refused, running_server, submission, until
@@ -243,8 +249,6 @@ async def test_a_cancelled_stream_keeps_its_work_by_default() -> None:
 @pytest.mark.parametrize("method", ["SubmitRollout", "RunRollout"])
 async def test_stream_82_cancelling_the_handlers_task_does_not_hang_the_client(method: str) -> None:
     async with running_server(auto=False) as rig, rig.stream() as stream:
-        from rolloutd.v1 import RunRolloutRequest
-
         unary = rig.rollouts.RunRollout(RunRolloutRequest(run_id="run", submission=submission("u")))
         await rig.door.wait_running(1)
         handlers = [task for task in asyncio.all_tasks() if f"/{method}]" in task.get_name()]
@@ -351,3 +355,19 @@ async def test_get_rollout_knows_it_until_it_is_acknowledged() -> None:
         assert await stream.event() is None
         gone = await refused(rig.rollouts.GetRollout(GetRolloutRequest(run_id="run", rollout_id="r")))
         assert gone.code is grpc.StatusCode.NOT_FOUND
+
+
+async def test_text_prompts_are_tokenised_here_where_a_tokenizer_is_configured(tmp_path: Path) -> None:
+    words = Tokenizer(WordLevel({"hello": 5, "there": 6, "?": 0}, unk_token="?"))
+    words.pre_tokenizer = Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    pools = {"policy": {"tokenizer": str(tmp_path / "tokenizer.json")}}
+    async with running_server(flags={"pools": pools}) as rig, rig.stream() as stream:
+        assert "text_prompts.policy" in stream.attached.server.features
+        await stream.submit(submission("t", text="hello there"))
+        result = await stream.next("finished")
+        assert result.prompt_tokens == 2
+        assert rig.door.requests[0].text is None
+        assert rig.door.requests[0].token_bytes == struct.pack("<2I", 5, 6)
+        unary = RunRolloutRequest(run_id="run", submission=submission("u", text="there hello"))
+        assert (await rig.rollouts.RunRollout(unary)).results[0].prompt_tokens == 2

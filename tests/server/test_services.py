@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from typing import Any
 
 import grpc
 
@@ -125,13 +126,13 @@ async def test_list_runs_pages_in_order() -> None:
 
 async def test_watch_run_says_what_changed_and_ends_with_the_server() -> None:
     async with running_server(auto=False) as rig, rig.stream() as stream:
-        watch = rig.runs.WatchRun(WatchRunRequest(run_id="run", interval_seconds=0.1))
+        watch: Any = rig.runs.WatchRun(WatchRunRequest(run_id="run", interval_seconds=0.1))
         first = await asyncio.wait_for(watch.read(), 5)
         assert first.state.status == RUN_STATUS_ACTIVE
         await stream.submit(submission("r"))
         changed = await asyncio.wait_for(watch.read(), 5)
         assert sum(entry.queued_rollouts + entry.running_rollouts for entry in changed.state.classes) == 1
-        unknown = rig.runs.WatchRun(WatchRunRequest(run_id="nowhere"))
+        unknown: Any = rig.runs.WatchRun(WatchRunRequest(run_id="nowhere"))
         assert (await refused(unknown.read())).code is grpc.StatusCode.NOT_FOUND
 
 
@@ -309,9 +310,8 @@ async def test_an_engine_that_goes_away_is_lost_and_joins_again_as_another() -> 
             (engine,) = (await rig.engines.ListEngines(ListEnginesRequest())).engines
             return engine.state
 
-        async with asyncio.timeout(5):
-            while await state() != ENGINE_STATE_DOWN:
-                await asyncio.sleep(0.01)
+        await until(lambda: rig.server.loop.core.engine_views()[0].state == "lost")
+        assert await state() == ENGINE_STATE_DOWN
         await stream.submit(submission("r"))
         await stream.next("accepted")
         rig.door.incarnation = "2"

@@ -1,0 +1,213 @@
+"""The run loop alone, around a scripted core: what is performed, when it ticks, and that every attempt ends."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Callable
+from typing import Any, cast
+
+import pytest
+
+from rolloutd.engines.base import FaultKind as DoorFault
+from rolloutd.scheduler import events
+from rolloutd.scheduler.actions import Abort, Action, Dispatch, Refuse
+from rolloutd.scheduler.machine import Scheduler
+from rolloutd.scheduler.refusal import Refusal
+from rolloutd.scheduler.states import AbortReason, Code, FaultKind
+from rolloutd.server.loop import PROGRESS_SECONDS, PROGRESS_TOKENS, RunLoop
+from tests.server.fake_door import FakeDoor, tokens
+from tests.server.harness import until
+
+
+class ScriptedCore:
+    """Answers events from a script and remembers them."""
+
+    def __init__(self) -> None:
+        self.seen: list[events.Event] = []
+        self.script: dict[type, Callable[[Any], list[Action]]] = {}
+        self.wants_tick = False
+        self.due = math.inf
+
+    def handle(self, event: events.Event, now: float) -> list[Action]:
+        self.seen.append(event)
+        if isinstance(event, events.Tick):
+            self.wants_tick = False
+            if now >= self.due:
+                self.due = math.inf
+        answer = self.script.get(type(event))
+        return answer(event) if answer is not None else []
+
+    def next_due(self) -> float:
+        return self.due
+
+    def of(self, kind: type) -> list[Any]:
+        return [event for event in self.seen if isinstance(event, kind)]
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.core = ScriptedCore()
+        self.now = 100.0
+        self.loop = RunLoop(cast(Scheduler, self.core), 0.01)
+        self.door = FakeDoor("http://e", auto=False)
+        self.loop.add_door("e", self.door)
+
+    def dispatch(self, attempt_id: str = "a" * 32, engine_id: str = "e") -> None:
+        action = Dispatch(attempt_id, engine_id, 1, "run", "r", tokens(4), None, 8, {}, False, 0, None, {})
+        self.core.script[events.ResumeRun] = lambda _: [action]
+        self.loop.post(events.ResumeRun("run"))
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    bench = Bench()
+    yield bench
+    await bench.loop.close()
+
+
+async def test_a_burst_of_events_is_scheduled_once(bench: Bench) -> None:
+    bench.core.wants_tick = True
+    for _ in range(50):
+        bench.loop.post(events.PauseRun("run"))
+    assert bench.core.of(events.Tick) == []
+    await bench.loop.after_tick(1.0)
+    await asyncio.sleep(0)
+    assert len(bench.core.of(events.Tick)) == 1
+
+
+async def test_a_timer_ticks_when_it_is_due_and_not_before(bench: Bench) -> None:
+    bench.core.due = bench.loop.clock() + 0.05
+    bench.loop.post(events.PauseRun("run"))
+    await bench.loop.after_tick(0.01)
+    assert bench.core.of(events.Tick) == []
+    await bench.loop.after_tick(1.0)
+    assert len(bench.core.of(events.Tick)) >= 1
+    assert bench.core.due == math.inf
+
+
+async def test_an_earlier_timer_replaces_the_armed_one(bench: Bench) -> None:
+    bench.core.due = bench.loop.clock() + 60.0
+    bench.loop.post(events.PauseRun("run"))
+    bench.core.due = bench.loop.clock() + 0.01
+    bench.loop.post(events.PauseRun("run"))
+    await asyncio.wait_for(bench.loop.after_tick(5.0), 1.0)
+    assert bench.core.due == math.inf
+
+
+async def test_a_scheduling_pass_that_raises_is_logged_and_tried_again(bench: Bench, monkeypatch: Any) -> None:
+    monkeypatch.setattr("rolloutd.server.loop.FAILED_TICK_SECONDS", 0.01)
+
+    def boom(_: events.Event) -> list[Action]:
+        bench.core.script.pop(events.Tick)
+        raise AssertionError("a bug in the core")
+
+    bench.core.script[events.Tick] = boom
+    bench.core.wants_tick = True
+    bench.loop.post(events.PauseRun("run"))
+    await until(lambda: len(bench.core.of(events.Tick)) == 2)
+
+
+async def test_posting_from_inside_the_core_is_refused(bench: Bench) -> None:
+    def from_inside(event: events.Event, result: list[Action]) -> None:
+        bench.loop.post(events.Tick())
+
+    bench.loop.observers.append(from_inside)
+    with pytest.raises(RuntimeError, match="Tick posted while"):
+        bench.loop.post(events.PauseRun("run"))
+    bench.loop.observers.clear()
+    bench.loop.post(events.PauseRun("run"))  # and it is not left locked
+
+
+async def test_a_refused_event_returns_its_refusal(bench: Bench) -> None:
+    refusal = Refusal(Code.NOT_FOUND, "NOT_FOUND", "no")
+    bench.core.script[events.PauseRun] = lambda _: [Refuse(refusal)]
+    assert bench.loop.refusal(events.PauseRun("run")) is refusal
+    assert bench.loop.refusal(events.ResumeRun("run")) is None
+
+
+async def test_an_attempt_reports_its_slice_once(bench: Bench) -> None:
+    bench.dispatch()
+    (request,) = await bench.door.wait_running(1)
+    bench.door.finish(request)
+    await bench.loop.wait_idle()
+    (ended,) = bench.core.of(events.AttemptEnded)
+    assert ended.piece.token_bytes == tokens(8, first=7)
+    assert bench.core.of(events.AttemptFailed) == []
+
+
+@pytest.mark.parametrize(
+    ("door", "core"),
+    [
+        (DoorFault.REFUSED, FaultKind.REFUSED),
+        (DoorFault.BUSY, FaultKind.BUSY),
+        (DoorFault.BROKEN, FaultKind.BROKEN),
+        (DoorFault.SILENT, FaultKind.SILENT),
+    ],
+)
+async def test_a_fault_keeps_its_kind(bench: Bench, door: DoorFault, core: FaultKind) -> None:
+    bench.dispatch()
+    (request,) = await bench.door.wait_running(1)
+    bench.door.fail(request, door)
+    await bench.loop.wait_idle()
+    assert [failed.fault for failed in bench.core.of(events.AttemptFailed)] == [core]
+
+
+async def test_an_attempt_on_an_engine_without_a_door_fails(bench: Bench) -> None:
+    bench.dispatch(engine_id="gone")
+    await bench.loop.wait_idle()
+    (failed,) = bench.core.of(events.AttemptFailed)
+    assert failed.fault is FaultKind.BROKEN
+    assert "gone" in failed.message
+
+
+async def test_an_attempt_whose_task_is_cancelled_still_reports(bench: Bench) -> None:
+    bench.dispatch()
+    await bench.door.wait_running(1)
+    await bench.loop.close()
+    assert len(bench.core.of(events.AttemptFailed)) == 1
+
+
+async def test_an_abort_reaches_the_door(bench: Bench) -> None:
+    bench.dispatch()
+    await bench.door.wait_running(1)
+    bench.core.script[events.PauseRun] = lambda _: [Abort("a" * 32, "e", AbortReason.CANCEL)]
+    bench.loop.post(events.PauseRun("run"))
+    await bench.loop.wait_idle()
+    assert bench.door.aborted == ["a" * 32]
+    assert bench.core.of(events.AttemptEnded)[0].piece.finish_reason == "abort"
+
+
+async def test_an_abort_in_the_same_turn_as_its_dispatch_is_not_lost(bench: Bench) -> None:
+    bench.core.script[events.PauseRun] = lambda _: [Abort("a" * 32, "e", AbortReason.CANCEL)]
+    bench.dispatch()
+    bench.loop.post(events.PauseRun("run"))
+    await asyncio.wait_for(bench.loop.wait_idle(), 5)
+    assert len(bench.core.of(events.AttemptEnded)) == 1
+
+
+async def test_a_removed_door_is_closed_after_its_last_attempt(bench: Bench) -> None:
+    bench.dispatch()
+    (request,) = await bench.door.wait_running(1)
+    bench.loop.remove_door("e")
+    await asyncio.sleep(0)
+    assert not bench.door.closed
+    bench.door.finish(request)
+    await until(lambda: bench.door.closed)
+
+
+async def test_progress_is_thinned_out_but_the_first_token_is_not() -> None:
+    bench = Bench()
+    bench.loop.clock = lambda: bench.now
+    bench.dispatch()
+    (request,) = await bench.door.wait_running(1)
+    for count in range(1, 2 * PROGRESS_TOKENS + 2):
+        bench.door.report(request, count)
+    seen = [progress.generated_tokens for progress in bench.core.of(events.AttemptProgress)]
+    assert seen == [1, 1 + PROGRESS_TOKENS, 1 + 2 * PROGRESS_TOKENS]
+    bench.now += 2 * PROGRESS_SECONDS
+    bench.door.report(request, 2 * PROGRESS_TOKENS + 2)
+    assert len(bench.core.of(events.AttemptProgress)) == 4
+    bench.door.finish(request)
+    await bench.loop.wait_idle()
+    await bench.loop.close()
