@@ -136,7 +136,7 @@ def change_class(world: World, rollout: Rollout, rollout_class: RolloutClass, wh
 
 
 def note_step(world: World, rollout: Rollout) -> None:
-    """Remember who becomes CRITICAL when the trainer reaches its step; promotes at once where it has been reached."""
+    """Remember who becomes CRITICAL when the trainer reaches its step."""
     run = rollout.run
     step = rollout.needed_by_step
     if step is None:

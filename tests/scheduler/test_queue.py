@@ -144,6 +144,15 @@ def test_what_a_step_needs_becomes_critical_queued_or_running() -> None:
     assert bench.view("later").rollout_class is CRITICAL and bench.view("never").rollout_class is BACKGROUND
 
 
+def test_what_arrives_after_its_step_was_reached_is_critical_at_once() -> None:
+    bench = Bench(engine(slots=1))
+    bench.step(5)
+    bench.submit(
+        spec("due", rollout_class=REUSABLE, needed_by_step=5), spec("soon", rollout_class=REUSABLE, needed_by_step=6)
+    )
+    assert bench.view("due").rollout_class is CRITICAL and bench.view("soon").rollout_class is REUSABLE
+
+
 def test_a_step_goes_forward_only_and_a_repeated_report_changes_nothing() -> None:
     from rolloutd.scheduler.events import ReportStep
     from rolloutd.scheduler.spec import StepReport
