@@ -11,7 +11,7 @@ import pytest
 from rolloutd.scheduler.actions import Deliver, Finished
 from rolloutd.scheduler.config import QueueSettings
 from rolloutd.scheduler.events import UpdateRollouts
-from rolloutd.scheduler.spec import RolloutUpdate
+from rolloutd.scheduler.spec import RolloutUpdate, Weights
 from rolloutd.scheduler.states import Code, Outcome, RolloutState, TaskType, TrainerState
 from tests.scheduler.kit import (
     BACKGROUND,
@@ -34,6 +34,45 @@ NO_PREEMPTION = config(preempt={"enabled": False})
 
 
 # nobody waits for ever
+
+
+@pytest.mark.parametrize("weights", ["default", "waiting counts for nothing"])
+def test_queue_37_background_under_a_steady_overload_of_critical_work_starts_within_its_bound(weights: str) -> None:
+    """Critical work at 110 % of capacity for ten minutes, and 20 rollouts that everything else is preferred to.
+
+    The bound, from the configuration: after `overdue_seconds` every `overdue_turn`-th dispatch goes to who waits longest, so
+    the k-th of them starts at most `overdue_seconds` + k x `overdue_turn` / (dispatches per second) after it came,
+    and one service time later where all slots are taken.
+    """
+    slots, service_seconds, step_seconds = 8, 4.0, 1.0
+    rate = slots / service_seconds
+    settings = config(preempt={"enabled": False}, queue={"overdue_seconds": 60.0})
+    bound = settings.queue.overdue_seconds + 20 * settings.queue.overdue_turn / rate + service_seconds
+    assert bound < 150.0
+    bench = Bench(engine(slots=slots), settings=settings)
+    if weights != "default":
+        bench.configure(weights=Weights(waiting=0.0))
+    bench.submit(*specs("c-before", 4 * slots))
+    due = {one.rollout_id: bench.now + service_seconds for one in bench.tick()}
+    came = bench.now
+    # Four of them critical, and so short that newer, longer critical work has the better score for ever.
+    bench.submit(*specs("b", 16, BACKGROUND), *specs("short", 4, max_new_tokens=2))
+    started: dict[str, float] = {}
+    submitted = 0
+    while bench.now < came + 600.0 and len(started) < 20:
+        while submitted < 1.1 * rate * (bench.now - came + step_seconds):
+            bench.submit(spec(f"c{submitted}"))
+            submitted += 1
+        for one in bench.tick(step_seconds):
+            due[one.rollout_id] = bench.now + service_seconds
+            if not one.rollout_id.startswith("c"):
+                started[one.rollout_id] = bench.now - came
+        for rollout_id in [name for name, at in due.items() if at <= bench.now]:
+            bench.finish(rollout_id, 2 if rollout_id.startswith("short") else 16)
+            del due[rollout_id]
+            bench.acknowledge(rollout_id)
+    assert len(started) == 20, f"only {sorted(started)} started"
+    assert max(started.values()) <= bound, f"{max(started.values()):.0f} s, bound {bound:.0f} s"
 
 
 def test_waiting_counts_older_work_goes_before_newer_of_its_kind() -> None:
