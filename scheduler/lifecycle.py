@@ -229,6 +229,7 @@ def _keep(world: World, run: Run, rollout: Rollout, result: RolloutResult) -> No
     _keep_event(world, run, rollout.consumer_id, Finished(result))
     group = rollout.group
     if group is not None and group.note_finished(rollout.rollout_id, result.outcome is Outcome.COMPLETED):
+        group.consumer_id = rollout.consumer_id
         _keep_event(world, run, rollout.consumer_id, group_event(group))
 
 
