@@ -202,9 +202,10 @@ def _forget(world: World, run: Run, consumer: Consumer, cursor: int) -> None:
         return
     group.unacknowledged -= 1
     if group.unacknowledged == 0 and group.notified:
-        event_cursor = consumer.by_group.get(group.group_id)
-        if event_cursor is not None:
-            _forget(world, run, consumer, event_cursor)
+        teller = run.consumers.get(group.consumer_id)
+        event_cursor = None if teller is None else teller.by_group.get(group.group_id)
+        if teller is not None and event_cursor is not None:
+            _forget(world, run, teller, event_cursor)
         run.groups.pop(group.group_id, None)
 
 

@@ -17,6 +17,7 @@ from rolloutd.scheduler.config import ExecutorSettings
 from rolloutd.scheduler.spec import EngineFacts
 
 if TYPE_CHECKING:
+    from rolloutd.scheduler.entry import Entry
     from rolloutd.scheduler.events import EngineLoad
     from rolloutd.scheduler.rollout import Attempt
 
@@ -79,7 +80,7 @@ class Engine:
         self.faults_in_a_row = 0
         self.faults = 0
         self.last_error = ""
-        self.reserved_for: object | None = None  # an entry too large for any gap: keep this engine's room for it
+        self.reserved_for: Entry | None = None  # an entry too large for any gap: keep this engine's room for it
         self.prefill_tokens_per_second = 0.0  # 0: not measured yet
         self.decode_seconds_per_token = 0.0
         self.last_prefilled = (0, 0.0)

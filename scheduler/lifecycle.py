@@ -148,7 +148,7 @@ def change_class(world: World, rollout: Rollout, rollout_class: RolloutClass, wh
 
 
 def note_step(world: World, rollout: Rollout) -> None:
-    """Remember who becomes CRITICAL when the trainer reaches its step; promotes at once where it has been reached."""
+    """Remember who becomes CRITICAL when the trainer reaches its step."""
     run = rollout.run
     step = rollout.needed_by_step
     if step is None:
@@ -241,6 +241,7 @@ def _keep(world: World, run: Run, rollout: Rollout, result: RolloutResult) -> No
     _keep_event(world, run, rollout.consumer_id, Finished(result))
     group = rollout.group
     if group is not None and group.note_finished(rollout.rollout_id, result.outcome is Outcome.COMPLETED):
+        group.consumer_id = rollout.consumer_id
         _keep_event(world, run, rollout.consumer_id, group_event(group))
 
 

@@ -83,7 +83,7 @@ def unpack(token_bytes: bytes) -> list[int]:
 
 def prompt(name: str, tokens: int = 8) -> bytes:
     """A prompt that shares nothing with prompts of other names."""
-    return ids([zlib.crc32(name.encode()) % 900 + 1] * tokens)
+    return ids([zlib.crc32(name.encode()) % 99_000 + 1] * tokens)
 
 
 def spec(rollout_id: str, tokens: int = 8, rollout_class: RolloutClass | None = CRITICAL, **fields: Any) -> RolloutSpec:
