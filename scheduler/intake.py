@@ -27,7 +27,7 @@ from rolloutd.scheduler.refusal import Refusal, invalid
 from rolloutd.scheduler.rollout import Rollout
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.spec import TOKEN_BYTES, RolloutSpec
-from rolloutd.scheduler.states import Code, Outcome, RolloutState, TaskType
+from rolloutd.scheduler.states import Code, Outcome, RolloutClass, RolloutState, TaskType
 from rolloutd.scheduler.world import World
 
 MAX_SAMPLES = 4096
@@ -268,6 +268,8 @@ def _accept(world: World, run: Run, consumer: Consumer, spec: RolloutSpec, ids: 
         rollout = Rollout(run, rollout_id, spec, index, consumer.consumer_id, max_new_tokens, hash_, world.now)
         rollout.ttl_at = world.now + ttl
         rollout.story.append((world.now, f"accepted from {consumer.consumer_id!r}"))
+        if rollout.needed_by_step is not None and rollout.needed_by_step <= run.step:
+            rollout.rollout_class = RolloutClass.CRITICAL  # as if it had been here when the step was reported
         run.rollouts[rollout_id] = rollout
         run.unfinished += 1
         consumer.unfinished += 1

@@ -14,7 +14,7 @@ import zlib
 
 import numpy as np
 
-from rolloutd.scheduler import queueing
+from rolloutd.scheduler import queueing, turns
 from rolloutd.scheduler.actions import Abort, Finished, GroupFinished
 from rolloutd.scheduler.group import Group
 from rolloutd.scheduler.refusal import Refusal
@@ -148,7 +148,7 @@ def change_class(world: World, rollout: Rollout, rollout_class: RolloutClass, wh
 
 
 def note_step(world: World, rollout: Rollout) -> None:
-    """Remember who becomes CRITICAL when the trainer reaches its step; promotes at once where it has been reached."""
+    """Remember who becomes CRITICAL when the trainer reaches its step."""
     run = rollout.run
     step = rollout.needed_by_step
     if step is None:
@@ -184,6 +184,7 @@ def close_attempt(world: World, attempt: Attempt, piece: Piece | None) -> None:
     attempt.engine.attempts.pop(attempt.attempt_id, None)
     rollout.attempt = None
     rollout.run.lengths.note_stopped(rollout.prompt_hash, rollout.task_type, rollout.rollout_id)
+    turns.settle(rollout.run, rollout.spec.pool, attempt.charged_tokens, _cost_tokens(attempt, piece))
     rollout.running_seconds += now - attempt.dispatched_at
     rollout.ttl_at += now - attempt.dispatched_at  # the limit is on waiting, and that was not waiting
     for entry in world.computing.end(attempt.stems):
@@ -193,6 +194,15 @@ def close_attempt(world: World, attempt: Attempt, piece: Piece | None) -> None:
         rollout.pieces.append(piece)
         rollout.pieces_by.append((attempt.engine.engine_id, attempt.number))
     world.dirty = True
+
+
+def _cost_tokens(attempt: Attempt, piece: Piece | None) -> int:
+    """Tokens an attempt made its engine compute: the uncached prompt, once the first token came, and the output."""
+    written = max(attempt.generated_tokens, 0 if piece is None else len(piece.token_bytes) // TOKEN_BYTES)
+    if attempt.first_token_at is None:
+        return written
+    prompt = len(attempt.token_bytes) // TOKEN_BYTES or (0 if piece is None else piece.prompt_tokens)
+    return written + max(0, prompt - attempt.cached_tokens)
 
 
 def finish(world: World, rollout: Rollout, outcome: Outcome, error: Refusal | None = None) -> None:

@@ -13,6 +13,8 @@ What this module does not know: what makes a gate close beyond asking (`budgetin
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 from rolloutd.scheduler import budgeting, preemption, queueing, turns
 from rolloutd.scheduler.actions import Dispatch
 from rolloutd.scheduler.engine import Engine
@@ -130,9 +132,9 @@ def _place(world: World, turn: turns.Turn, pool: str, batch_id: int) -> Gate:
         return closed
     choice = _Choice()
     seen: set[int] = set()
-    for heads in (HEADS_PER_LANE, DEEP_HEADS_PER_LANE):
-        deeper = False  # what was seen may not start for reasons of its own: look behind it
-        for entry in turn.backlog.candidates((engine.cache_key for engine in roomy), lane_bonus, tasks, heads):
+    for entries in _looks(turn, roomy, lane_bonus, tasks):
+        deeper = turn.overdue  # what was seen may not start for reasons of its own: look behind it
+        for entry in entries:
             if entry.sequence in seen:
                 continue
             seen.add(entry.sequence)
@@ -152,6 +154,18 @@ def _place(world: World, turn: turns.Turn, pool: str, batch_id: int) -> Gate:
         return closed
     _dispatch(world, choice.entry, choice.engine, choice, batch_id)
     return Gate.OPEN
+
+
+def _looks(
+    turn: turns.Turn, roomy: list[Engine], lane_bonus: Callable[[str], float], tasks: set[TaskType]
+) -> Iterator[list[Entry]]:
+    """Entries to score, one look after the other: who is overdue, the heads, and what stands behind them."""
+    oldest = turn.backlog.oldest()
+    if turn.overdue and oldest is not None and not oldest.held and oldest.task_type in tasks:
+        yield [oldest]
+    keys = [engine.cache_key for engine in roomy]
+    for heads in (HEADS_PER_LANE, DEEP_HEADS_PER_LANE):
+        yield turn.backlog.candidates(keys, lane_bonus, tasks, heads)
 
 
 def reserved_short(world: World, run: Run) -> int:
@@ -359,7 +373,8 @@ def _dispatch(world: World, entry: Entry, engine: Engine, choice: _Choice, batch
     entry.blocked_since = None
     rollout.move(RolloutState.DISPATCHED, world.now, f"to {engine.engine_id} in batch {batch_id}")
     arm_timer(world, rollout)
-    turns.charge(world, run, entry.pool, expected + entry.prompt_tokens - predicted, entry.short)
+    attempt.charged_tokens = expected + entry.prompt_tokens - predicted
+    turns.charge(run, entry.pool, attempt.charged_tokens, entry.short)
     run.mix.dispatched.add(entry.stratum)
     run.no_capacity_since = None
     world.dispatched_total += 1

@@ -45,14 +45,14 @@ def put(world: World, rollout: Rollout) -> None:
         entry.continuation = continued or spec.turn > 0
         entry.deadline_at = rollout.deadline_at
         run.entries[key] = entry
+        if not run.waits_in(spec.pool):
+            turns.rejoin(world, run, spec.pool)
         _backlog(run, spec.pool, rollout.rollout_class, entry.short).add(entry)
         entry.members.append(rollout)
         order(world, entry)
     else:
         entry.members.append(rollout)
     rollout.entry = entry
-    if not run.ledger.queued:
-        turns.rejoin(world, run, spec.pool)
     run.ledger.enqueue(rollout.rollout_class, spec.task_type, 1)
     run.queued_bytes[rollout.rollout_class] += entry.size_bytes
     if entry.short:
