@@ -137,7 +137,7 @@ class Bench:
         self.said: list[Action] = []  # everything, in order
         self.dispatched: list[Dispatch] = []
         self.live: dict[str, Dispatch] = {}  # rollout id -> its attempt that has not ended
-        self.aborted: dict[str, AbortReason] = {}  # by attempt id
+        self.aborted: set[str] = set()  # attempt ids
         self.refusals: list[Refusal] = []
         self._attempt_ids: set[str] = set()
         self._prompt_tokens: dict[str, int] = {}  # rollout id -> tokens of its prompt as submitted
@@ -234,7 +234,8 @@ class Bench:
         Where the rollout goes on elsewhere it has written one more: the last token of an interrupted attempt is given up.
         """
         one = self.live[rollout_id]
-        goes_on = self.aborted.get(one.attempt_id) in INTERRUPTIONS and not self.core._world.shutting_down
+        world = self.core._world
+        goes_on = world.attempts[one.attempt_id].abort_reason in INTERRUPTIONS and not world.shutting_down
         given_up = 1 if tokens and goes_on and tokens < one.max_new_tokens else 0
         self.finish(rollout_id, tokens + given_up, "abort")
 
@@ -377,7 +378,7 @@ class Bench:
                 live = {one.attempt_id for one in self.live.values()}
                 assert action.attempt_id in live, "an abort names an attempt that is not live"
                 assert action.attempt_id not in self.aborted, "an attempt was asked to stop twice"
-                self.aborted[action.attempt_id] = action.reason
+                self.aborted.add(action.attempt_id)
             case Refuse():
                 self.refusals.append(action.error)
             case Deliver(event=Finished(result=result)):
