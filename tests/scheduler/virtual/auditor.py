@@ -77,7 +77,17 @@ Key = tuple[str, str]  # (run id, rollout id)
 class Watched:
     """One accepted rollout and what happened to it."""
 
-    __slots__ = ("accepted_at", "busy", "cancelled", "deadline_abort", "expected", "faults", "refused", "result", "rollout")
+    __slots__ = (
+        "accepted_at",
+        "busy",
+        "cancelled",
+        "deadline_abort",
+        "expected",
+        "faults",
+        "refused",
+        "result",
+        "rollout",
+    )
 
     def __init__(self, rollout: Rollout, accepted_at: float) -> None:
         self.rollout = rollout
