@@ -68,10 +68,13 @@ def ended(world: World, event: AttemptEnded) -> None:
         engine.note_success()
     _learn_speed(world, attempt, tokens)
     if attempt.first_token_at is not None:
-        world.index.insert(world.namespace(rollout.run), attempt.token_bytes + piece.token_bytes, engine.cache_key)
+        cached = (attempt.token_bytes + piece.token_bytes)[: -TOKEN_BYTES if tokens else None]  # the last has no KV
+        world.index.insert(world.namespace(rollout.run), cached, engine.cache_key)
     _wake_followers(world, attempt)
     lifecycle.close_attempt(world, attempt, piece)
     if piece.finish_reason == "abort" and not rollout.is_whole:
+        if reason not in CALLERS_WORD and not world.shutting_down:
+            lifecycle.cut_interrupted(rollout, piece)
         _interrupted(world, rollout, attempt, reason)
     elif reason in CALLERS_WORD:
         _interrupted(world, rollout, attempt, reason)  # it finished in the same moment; the caller's word stands

@@ -51,7 +51,7 @@ def member_ids(spec: RolloutSpec) -> list[str]:
 
 def prompt_hash(spec: RolloutSpec) -> str:
     content = spec.token_bytes if spec.text is None else spec.text.encode()
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+    return hashlib.sha256(content).hexdigest()
 
 
 def _submit_one(world: World, run: Run, consumer: Consumer, spec: RolloutSpec) -> Refusal | None:
@@ -69,8 +69,10 @@ def _submit_one(world: World, run: Run, consumer: Consumer, spec: RolloutSpec) -
             f"rollout_id: {spec.rollout_id!r} was delivered and acknowledged before",
         )
     if run.ended or world.shutting_down:
-        what = f"run {run.run_id!r} has ended" if run.ended else "the server is shutting down"
-        return Refusal(Code.UNAVAILABLE, "RUN_ENDED" if run.ended else "SHUTDOWN", f"{what}; nothing new is accepted")
+        if run.ended:
+            message = f"run {run.run_id!r} has ended; configure it again or use another run"
+            return Refusal(Code.FAILED_PRECONDITION, "RUN_ENDED", message)
+        return Refusal(Code.UNAVAILABLE, "SHUTDOWN", "the server is shutting down; nothing new is accepted")
     parent = spec.parent_rollout_id
     if parent and parent not in run.rollouts and parent not in run.delivered:
         return invalid("parent_rollout_id", f"{parent!r} is not known in run {run.run_id!r}; submit the parent first")
@@ -138,7 +140,7 @@ def _attach(world: World, run: Run, consumer: Consumer, spec: RolloutSpec, known
         )
     for rollout in known:
         world.deliver(run, consumer.consumer_id, 0, _accepted(world, rollout, attached=True))
-        if rollout.result is not None and rollout.consumer_id != consumer.consumer_id:
+        if rollout.result is not None:  # whoever asks again gets it again, outside the durable order
             world.deliver(run, consumer.consumer_id, 0, Finished(rollout.result))
     return None
 

@@ -14,7 +14,7 @@ import zlib
 
 import numpy as np
 
-from rolloutd.scheduler import queueing
+from rolloutd.scheduler import queueing, turns
 from rolloutd.scheduler.actions import Abort, Finished, GroupFinished
 from rolloutd.scheduler.group import Group
 from rolloutd.scheduler.refusal import Refusal
@@ -58,6 +58,18 @@ def requeue(world: World, rollout: Rollout, why: str, *, keep: bool = True) -> N
     rollout.queued_at = world.now
     queueing.put(world, rollout)
     arm_timer(world, rollout)
+
+
+def cut_interrupted(rollout: Rollout, piece: Piece) -> None:
+    """The last token of an aborted attempt is written again by the next one: see `Piece.without_last_token`."""
+    if not rollout.pieces or rollout.pieces[-1] is not piece:
+        return
+    left = piece.without_last_token()
+    if left.token_bytes or left.prompt_logprob_bytes:
+        rollout.pieces[-1] = left
+    else:
+        rollout.pieces.pop()
+        rollout.pieces_by.pop()
 
 
 def arm_timer(world: World, rollout: Rollout) -> None:
@@ -172,6 +184,7 @@ def close_attempt(world: World, attempt: Attempt, piece: Piece | None) -> None:
     attempt.engine.attempts.pop(attempt.attempt_id, None)
     rollout.attempt = None
     rollout.run.lengths.note_stopped(rollout.prompt_hash, rollout.task_type, rollout.rollout_id)
+    turns.settle(rollout.run, rollout.spec.pool, attempt.charged_tokens, _cost_tokens(attempt, piece))
     rollout.running_seconds += now - attempt.dispatched_at
     rollout.ttl_at += now - attempt.dispatched_at  # the limit is on waiting, and that was not waiting
     for entry in world.computing.end(attempt.stems):
@@ -181,6 +194,15 @@ def close_attempt(world: World, attempt: Attempt, piece: Piece | None) -> None:
         rollout.pieces.append(piece)
         rollout.pieces_by.append((attempt.engine.engine_id, attempt.number))
     world.dirty = True
+
+
+def _cost_tokens(attempt: Attempt, piece: Piece | None) -> int:
+    """Tokens an attempt made its engine compute: the uncached prompt, once the first token came, and the output."""
+    written = max(attempt.generated_tokens, 0 if piece is None else len(piece.token_bytes) // TOKEN_BYTES)
+    if attempt.first_token_at is None:
+        return written
+    prompt = len(attempt.token_bytes) // TOKEN_BYTES or (0 if piece is None else piece.prompt_tokens)
+    return written + max(0, prompt - attempt.cached_tokens)
 
 
 def finish(world: World, rollout: Rollout, outcome: Outcome, error: Refusal | None = None) -> None:
@@ -280,7 +302,9 @@ def _result(rollout: Rollout, outcome: Outcome, error: Refusal | None, now: floa
         logprob_bytes=logprobs if len(logprobs) == generated * 4 else b"",
         top_logprobs=tuple(row for piece in pieces for row in piece.top_logprobs),
         text="".join(piece.text for piece in pieces),
-        prompt_token_bytes=pieces[0].prompt_token_bytes if pieces else b"",
+        prompt_token_bytes=spec.token_bytes
+        if spec.return_prompt_tokens
+        else (pieces[0].prompt_token_bytes if pieces else b""),
         prompt_logprob_bytes=pieces[0].prompt_logprob_bytes if pieces else b"",
         finish_reason=finish_reason,
         matched_stop=last.matched_stop if last is not None else None,

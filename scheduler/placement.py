@@ -258,7 +258,11 @@ def engine_gate(world: World, entry: Entry, engine: Engine) -> tuple[Gate, int]:
         return Gate.SHORT_RESERVED, 0
     if engine.engine_id in rollout.excluded and _another_serves(world, entry, rollout):
         return Gate.NO_ENGINE, 0
-    if facts.context_tokens and entry.prompt_tokens + rollout.remaining_tokens > facts.context_tokens:
+    if (
+        entry.text is None
+        and facts.context_tokens
+        and entry.prompt_tokens + rollout.remaining_tokens > facts.context_tokens
+    ):
         return Gate.NO_ENGINE, 0
     settings = world.config.budget
     claim = entry.claim_tokens(facts.page_tokens, settings.headroom_tokens)
@@ -373,7 +377,8 @@ def _dispatch(world: World, entry: Entry, engine: Engine, choice: _Choice, batch
     entry.blocked_since = None
     rollout.move(RolloutState.DISPATCHED, world.now, f"to {engine.engine_id} in batch {batch_id}")
     arm_timer(world, rollout)
-    turns.charge(world, run, entry.pool, expected + entry.prompt_tokens - predicted, entry.short)
+    attempt.charged_tokens = expected + entry.prompt_tokens - predicted
+    turns.charge(run, entry.pool, attempt.charged_tokens, entry.short)
     run.mix.dispatched.add(entry.stratum)
     run.no_capacity_since = None
     world.dispatched_total += 1
@@ -430,7 +435,7 @@ def _hold_siblings(world: World, entry: Entry, leader: Attempt, predicted: int) 
     missing = len(leader.token_bytes) // TOKEN_BYTES - predicted
     if missing < max(settings.min_shared_tokens, leader.engine.facts.page_tokens + 1):
         return
-    queueing.hold(world, entry, Gate.HELD_FOR_LEADER, settings.leader_timeout_seconds)
+    queueing.hold(world, entry, Gate.HELD_FOR_LEADER, world.now + settings.leader_timeout_seconds)
     entry.leader_id = leader.attempt_id
     world.decide(
         DecisionKind.HELD,

@@ -43,18 +43,9 @@ def next_turn(world: World, pool: str, blocked: set[tuple[str, RolloutClass, boo
     return _class_turn(world, run, _kind_turn(world, run, turns))
 
 
-def charge(world: World, run: Run, pool: str, expected_tokens: float, short: bool) -> None:
+def charge(run: Run, pool: str, expected_tokens: float, short: bool) -> None:
     """A turn was used: advance the run's virtual time and its counters."""
-    floor = min(
-        (
-            other.virtual_tokens[pool]
-            for other in world.runs.values()
-            if other.ledger.queued and pool in other.virtual_tokens
-        ),
-        default=0.0,
-    )
-    start = max(run.virtual_tokens.get(pool, 0.0), floor if pool not in run.virtual_tokens else 0.0)
-    run.virtual_tokens[pool] = start + expected_tokens / run.settings.fairness_weight
+    run.virtual_tokens[pool] = run.virtual_tokens.get(pool, 0.0) + expected_tokens / run.settings.fairness_weight
     run.dispatches += 1
     if short:
         run.kind_streak = max(1, run.kind_streak + 1)
@@ -64,19 +55,20 @@ def charge(world: World, run: Run, pool: str, expected_tokens: float, short: boo
 
 def settle(run: Run, pool: str, expected_tokens: float, actual_tokens: float) -> None:
     """The true cost is known now."""
-    if pool in run.virtual_tokens:
-        run.virtual_tokens[pool] += (actual_tokens - expected_tokens) / run.settings.fairness_weight
+    run.virtual_tokens[pool] += (actual_tokens - expected_tokens) / run.settings.fairness_weight
 
 
 def rejoin(world: World, run: Run, pool: str) -> None:
-    """A run that had nothing queued comes back: it may not use up the time it was away at once."""
-    others = [
-        other.virtual_tokens[pool]
-        for other in world.runs.values()
-        if other is not run and other.ledger.queued and pool in other.virtual_tokens
-    ]
-    if others:
-        run.virtual_tokens[pool] = max(run.virtual_tokens.get(pool, 0.0), min(others))
+    """A run that had nothing queued in a pool comes back: it may not use up the time it was away at once.
+
+    It starts level with the least of those who are there; where nobody is, with the most of all, so that whoever comes
+    next finds it level.
+    """
+    running = {run_id for engine in world.engines.values() if engine.facts.pool == pool for run_id in engine.kv_by_run}
+    others = [other for other in world.runs.values() if other is not run and pool in other.virtual_tokens]
+    present = [other.virtual_tokens[pool] for other in others if other.run_id in running or other.waits_in(pool)]
+    base = min(present) if present else max((other.virtual_tokens[pool] for other in others), default=0.0)
+    run.virtual_tokens[pool] = max(run.virtual_tokens.get(pool, 0.0), base)
 
 
 def _run_order(run: Run, pool: str) -> tuple[bool, float, str]:
