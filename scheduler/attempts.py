@@ -214,6 +214,8 @@ def _interrupted(world: World, rollout: Rollout, attempt: Attempt, reason: Abort
         attempt.engine.note_fault(world.now, "no progress", world.config.executor)
         rollout.excluded.add(attempt.engine.engine_id)
         _fault(world, rollout, f"engine {attempt.engine.engine_id} made no progress")
+    elif reason is AbortReason.RECALL:
+        lifecycle.requeue(world, rollout, "recalled from the engine's queue", keep=True)
     elif reason in (AbortReason.PREEMPT, AbortReason.BUDGET):
         rollout.preemptions += 1
         lifecycle.requeue(world, rollout, f"interrupted ({reason.name.lower()})", keep=True)

@@ -9,7 +9,7 @@ What this module does not know: how engines are reached.
 
 from __future__ import annotations
 
-from rolloutd.scheduler import attempts, budgeting, lifecycle
+from rolloutd.scheduler import admission, attempts, budgeting, lifecycle
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.events import AttemptFailed, EngineLoad, EngineReadiness, JoinEngine, LoseEngine
 from rolloutd.scheduler.refusal import Refusal, invalid
@@ -71,6 +71,7 @@ def load(world: World, event: EngineLoad) -> None:
     if engine is None:
         return
     engine.note_load(event)
+    admission.note_load(world, engine, event)
     if engine.lost:
         engine.lost = False
         world.dirty = True

@@ -98,7 +98,12 @@ def abort(world: World, rollout: Rollout, reason: AbortReason, why: str) -> None
     if attempt is None:
         raise AssertionError(f"{rollout.rollout_id} has no attempt to abort; story: {rollout.tell()}")
     if rollout.state is RolloutState.ABORTING:
-        if attempt.abort_reason in (AbortReason.PREEMPT, AbortReason.BUDGET, AbortReason.NO_PROGRESS):
+        if attempt.abort_reason in (
+            AbortReason.PREEMPT,
+            AbortReason.BUDGET,
+            AbortReason.NO_PROGRESS,
+            AbortReason.RECALL,
+        ):
             attempt.abort_reason = reason
         return
     rollout.move(RolloutState.ABORTING, world.now, why)

@@ -32,6 +32,8 @@ from rolloutd.scheduler.world import World
 
 MAX_ENGINES_PER_ENTRY = 4  # engines with a hit that are scored for one entry, beside the emptiest
 DEEP_HEADS_PER_LANE = 32  # entries looked at where the first ones wait for an engine or a prefix of their own
+LONG_HOLD_SECONDS = 5.0  # a slot that is held for less frees up soon enough for the first short rollout that comes
+TYPICAL_TOKEN_SECONDS = 0.02  # of one sequence in a full batch, before it was measured; on the slow side
 CHEAP_PREFILL = 0.05  # dearness never falls below this: among equals a cached prefix is still better than none
 
 
@@ -266,6 +268,8 @@ def engine_gate(world: World, entry: Entry, engine: Engine) -> tuple[Gate, int]:
     rollout = entry.members[0]
     if not _could_serve(world, entry, engine):
         return Gate.NO_ENGINE, 0
+    if not entry.short and _takes_last_slots(world, engine, rollout):
+        return Gate.SHORT_RESERVED, 0
     if engine.engine_id in rollout.excluded and _another_serves(world, entry, rollout):
         return Gate.NO_ENGINE, 0
     settings = world.config.budget
@@ -296,6 +300,8 @@ def _could_serve(world: World, entry: Entry, engine: Engine) -> bool:
     facts = engine.facts
     if not world.serves(engine, entry.run, entry.pool, entry.labels):
         return False
+    if entry.text is not None:
+        return True  # its length is a guess before the engine tokenised it; the engine refuses what is too long
     whole = entry.prompt_tokens + entry.members[0].remaining_tokens
     pages = -(-whole // facts.page_tokens) * facts.page_tokens
     return not (
@@ -303,6 +309,16 @@ def _could_serve(world: World, entry: Entry, engine: Engine) -> bool:
         or (facts.max_prompt_tokens and entry.prompt_tokens > facts.max_prompt_tokens)
         or (facts.kv_capacity_tokens and pages > facts.kv_capacity_tokens)
     )
+
+
+def _takes_last_slots(world: World, engine: Engine, rollout: Rollout) -> bool:
+    """Whether this rollout may hold one of the engine's last slots for so long that short work should find it free.
+
+    Short work that was seen lately has its slots anyway (`reserved_short`); the first of it must not wait for the end of a
+    long generation either.
+    """
+    seconds = rollout.remaining_tokens * (engine.decode_seconds_per_token or TYPICAL_TOKEN_SECONDS)
+    return seconds > LONG_HOLD_SECONDS and engine.free_slots(False, world.config.queue.reserved_short_slots) <= 0
 
 
 def _another_serves(world: World, entry: Entry, rollout: Rollout) -> bool:
