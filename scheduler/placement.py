@@ -58,6 +58,8 @@ def schedule(world: World) -> None:
         return
     batch_id = world.batches + 1
     made = 0
+    for run in world.runs.values():
+        budgeting.note_stalled(world, run)
     for pool in sorted({engine.facts.pool for engine in world.engines.values()}):
         made += _fill(world, pool, batch_id, world.config.queue.max_batch_size - made)
     if made:
@@ -84,6 +86,8 @@ def _fill(world: World, pool: str, batch_id: int, limit: int) -> int:
         if gate is Gate.OPEN:
             made += 1
             per_run[run.run_id] = per_run.get(run.run_id, 0) + 1
+            if budgeting.note_stalled(world, run):
+                world.dirty = True  # room that was kept is free now, for work that this pass has passed by
         else:
             world.gates[gate] += 1
             blocked.add((run.run_id, turn.rollout_class, turn.short))
@@ -134,8 +138,9 @@ def _place(world: World, turn: turns.Turn, pool: str, batch_id: int) -> Gate:
         return closed
     choice = _Choice()
     seen: set[int] = set()
-    for entries in _looks(turn, roomy, lane_bonus, tasks):
-        deeper = turn.overdue  # what was seen may not start for reasons of its own: look behind it
+    owed = set() if run.ledger.class_owed(turn.rollout_class) else {one for one in tasks if run.ledger.task_owed(one)}
+    for entries in _looks(turn, roomy, lane_bonus, tasks, owed):
+        deeper = turn.overdue or bool(owed)  # what was seen may not start for reasons of its own: look behind it
         for entry in entries:
             if entry.sequence in seen:
                 continue
@@ -159,9 +164,11 @@ def _place(world: World, turn: turns.Turn, pool: str, batch_id: int) -> Gate:
 
 
 def _looks(
-    turn: turns.Turn, roomy: list[Engine], lane_bonus: Callable[[str], float], tasks: set[TaskType]
+    turn: turns.Turn, roomy: list[Engine], lane_bonus: Callable[[str], float], tasks: set[TaskType], owed: set[TaskType]
 ) -> Iterator[list[Entry]]:
-    """Entries to score, one look after the other: who is overdue, the heads, and what stands behind them."""
+    """Entries to score, one look after the other: tasks below their floor, who is overdue, the heads, what is behind them."""
+    if owed:
+        yield turn.backlog.candidates([engine.cache_key for engine in roomy], lane_bonus, owed, HEADS_PER_LANE)
     oldest = turn.backlog.oldest()
     if turn.overdue and oldest is not None and not oldest.held and oldest.task_type in tasks:
         yield [oldest]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from rolloutd.scheduler.lanes import Backlog
 from rolloutd.scheduler.run import Run
-from rolloutd.scheduler.states import SHORT_TASKS, RolloutClass, TaskType
+from rolloutd.scheduler.states import RolloutClass
 from rolloutd.scheduler.world import World
 
 
@@ -117,8 +117,7 @@ def _owed(run: Run, turn: Turn) -> bool:
     ledger = run.ledger
     if ledger.class_owed(turn.rollout_class):
         return True
-    tasks = SHORT_TASKS if turn.short else frozenset(TaskType) - SHORT_TASKS
-    return any(ledger.task_owed(task) for task in tasks)
+    return any(turn.backlog.tasks[task] and ledger.task_owed(task) for task in ledger.budget.tasks)
 
 
 def _waited(world: World, turn: Turn) -> float:
