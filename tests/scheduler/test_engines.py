@@ -127,6 +127,16 @@ def test_engine_65_a_busy_engine_is_left_alone_for_a_moment_and_is_back_at_full_
     assert len(bench.ended) == 16
 
 
+def test_a_busy_engine_is_asked_again_when_its_back_off_ends_and_not_a_second_later() -> None:
+    bench = Bench(engine())
+    bench.run(spec("a"))
+    bench.fail("a", FaultKind.BUSY)
+    assert not bench.tick()
+    assert bench.core.next_due() <= bench.now + EXECUTOR.busy_seconds + 1e-6
+    bench.now = bench.core.next_due()
+    assert [one.rollout_id for one in bench.tick()] == ["a"]
+
+
 def test_engine_68_not_ready_then_busy_is_never_removal() -> None:
     bench = Bench(engine("e0"), settings=PATIENT)
     bench.do(EngineReadiness("e0", False))
