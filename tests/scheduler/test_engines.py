@@ -349,6 +349,18 @@ def test_prompts_go_where_they_fit() -> None:
     assert {one.engine_id for one in bench.tick()} >= {"context", "input", "memory"}
 
 
+def test_interrupted_work_that_no_engine_would_take_back_starts_over() -> None:
+    bench = Bench(engine(context_tokens=40, max_prompt_tokens=20))
+    bench.run(spec("a", 8))
+    bench.budget(max_rollouts=0)
+    bench.stopped("a", 14)
+    bench.budget()
+    (again,) = bench.tick()
+    assert (len(again.token_bytes) // 4, again.max_new_tokens) == (8, 16)
+    bench.finish("a", 16)
+    assert bench.whole("a")
+
+
 def test_labels_narrow_a_pool() -> None:
     bench = Bench(engine("a0", 8, labels={"gpu": "a", "zone": "1"}), engine("b0", 8, labels={"gpu": "b"}))
     bench.submit(*specs("a", 4, engine_labels={"gpu": "a", "zone": "1"}), *specs("b", 4, engine_labels={"gpu": "b"}))
