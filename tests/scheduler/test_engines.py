@@ -252,6 +252,17 @@ def test_the_same_incarnation_joining_again_changes_nothing_that_runs() -> None:
     assert bench.result("b").predicted_cached_tokens == 63, "its cache is still there"
 
 
+def test_an_engine_that_joins_again_with_fewer_slots_keeps_what_runs_and_takes_nothing_more() -> None:
+    bench = Bench(engine("e0", 4))
+    bench.run(*specs("r", 4))
+    bench.do(JoinEngine(engine("e0", 2)))
+    bench.submit(*specs("s", 4))
+    assert not bench.tick()
+    for index in range(3):
+        bench.finish(f"r{index}")
+    assert len(bench.tick()) == 1
+
+
 def test_a_draining_engine_finishes_what_it_has_and_takes_nothing() -> None:
     bench = Bench(engine("e0", 4))
     bench.run(spec("a"))
