@@ -79,6 +79,16 @@ def test_acknowledging_by_cursor_and_by_name_frees_bytes_once() -> None:
     assert bench.run_view().undelivered_bytes == 0 and not bench.its_run().rollouts
 
 
+def test_a_consumer_acknowledges_its_own_results_only() -> None:
+    bench = finished(Bench(engine(slots=8)))
+    attach(bench, "rank-1")
+    for _ in range(3):
+        bench.acknowledge("r0", used=True, consumer="rank-1")
+    assert bench.run_view().undelivered_results == 3 and bench.run_view().valid_samples == 0
+    bench.acknowledge("r0", used=True)
+    assert bench.run_view().undelivered_results == 2 and bench.run_view().valid_samples == 1
+
+
 def test_progress_goes_to_those_who_asked_and_is_not_kept() -> None:
     bench = Bench(engine(slots=8))
     bench.run(spec("a", want_progress=True), spec("b"))
@@ -259,6 +269,32 @@ def test_cancel_on_disconnect_after_a_grace_that_a_reconnection_ends() -> None:
     assert bench.leaving() == {"a"}
 
 
+def test_the_grace_of_an_earlier_absence_does_not_end_a_later_one() -> None:
+    bench = Bench(engine(slots=4))
+    bench.configure(cancel_on_disconnect=True, disconnect_grace_seconds=10.0)
+    bench.run(spec("a"))
+    bench.do(DetachConsumer(RUN, CONSUMER))
+    bench.pass_time(5.0)
+    attach(bench)
+    bench.pass_time(4.0)
+    bench.do(DetachConsumer(RUN, CONSUMER))  # 1 s before the first grace would have ended
+    bench.pass_time(5.0)
+    assert not bench.leaving()
+    bench.pass_time(6.0)
+    assert bench.leaving() == {"a"}
+
+
+def test_the_grace_of_a_consumer_that_was_taken_over_harms_no_later_one_of_its_name() -> None:
+    bench = Bench(engine(slots=4))
+    bench.configure(cancel_on_disconnect=True, disconnect_grace_seconds=10.0)
+    bench.do(DetachConsumer(RUN, CONSUMER))
+    attach(bench, "rank-1", take_over=(CONSUMER,))
+    attach(bench)
+    bench.run(spec("a"))
+    bench.pass_time(12.0)
+    assert not bench.leaving() and bench.state("a") is RolloutState.RUNNING
+
+
 # expiry
 
 
@@ -276,6 +312,17 @@ def test_results_nobody_fetches_expire_with_a_notice_and_free_their_bytes() -> N
     assert record.level == "warning" and record.fields["count"] == 3
     assert results(attach(bench)) == ["young"]
     assert bench.rejected(spec("r0")).reason == "ALREADY_DELIVERED", "it will not run twice"
+
+
+def test_expired_groups_are_counted_in_results() -> None:
+    bench = Bench(engine(slots=8))
+    bench.configure(undelivered_ttl_seconds=60.0)
+    bench.run(spec("g", samples=3))
+    for index in range(3):
+        bench.finish(f"g/{index}")
+    bench.pass_time(70.0, 5.0)
+    (record,) = bench.records("results_expired")
+    assert record.fields["count"] == 3 and bench.run_view().undelivered_bytes == 0 and not bench.its_run().groups
 
 
 # verdicts
