@@ -56,6 +56,7 @@ class Engine:
         "queue_since",
         "raise_at",
         "raise_seconds",
+        "most_slots",
         "ready",
         "removed",
         "reported_rollouts",
@@ -75,6 +76,7 @@ class Engine:
         self.kv_by_run: dict[str, int] = {}
         self.kv_used_tokens = 0
         self.kv_used_peak_tokens = 0
+        self.most_slots = facts.slots  # that can be used: more than `facts.slots` after it joined again with fewer
         self.ready = True
         self.lost = False
         self.draining = False

@@ -54,6 +54,11 @@ def requeue(world: World, rollout: Rollout, why: str, *, keep: bool = True) -> N
     if rollout.spec.text is not None and rollout.pieces and not rollout.pieces[0].prompt_token_bytes:
         rollout.pieces.clear()  # the engine never told the prompt's ids, so there is nothing to continue from
         rollout.pieces_by.clear()
+    spec = rollout.spec
+    longest = world.longest_prompt(rollout.run, spec.pool, spec.engine_labels)
+    if longest and spec.prompt_tokens + rollout.kept_tokens > longest:
+        rollout.pieces.clear()  # no engine takes so long a prompt, though one may have written it
+        rollout.pieces_by.clear()
     rollout.move(RolloutState.QUEUED, world.now, why)
     rollout.queued_at = world.now
     queueing.put(world, rollout)

@@ -479,7 +479,7 @@ def _hold_siblings(world: World, entry: Entry, leader: Attempt, predicted: int) 
     missing = len(leader.token_bytes) // TOKEN_BYTES - predicted
     if missing < max(settings.min_shared_tokens, leader.engine.facts.page_tokens + 1):
         return
-    queueing.hold(world, entry, Gate.HELD_FOR_LEADER, settings.leader_timeout_seconds)
+    queueing.hold(world, entry, Gate.HELD_FOR_LEADER, world.now + settings.leader_timeout_seconds)
     entry.leader_id = leader.attempt_id
     world.decide(
         DecisionKind.HELD,

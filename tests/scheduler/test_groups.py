@@ -31,7 +31,8 @@ def siblings(bench: Bench, leader: str) -> list[str]:
 def test_siblings_wait_for_their_leaders_first_token_and_then_share_its_prefix() -> None:
     bench, leader = led()
     assert all(bench.view(name).gate is Gate.HELD_FOR_LEADER for name in siblings(bench, leader))
-    assert bench.core.statistics().held == 3 and not bench.pass_time(3.0)
+    assert bench.core.statistics().held == 3
+    assert not bench.pass_time(QUEUE.leader_timeout_seconds / 2, QUEUE.leader_timeout_seconds / 8)
     bench.write(leader, 1)
     followers = bench.tick()
     assert len(followers) == 3 and {one.engine_id for one in followers} == {bench.live[leader].engine_id}
@@ -221,9 +222,11 @@ def test_credit_covers_what_the_engine_wrote_too() -> None:
     bench.finish("a", 32)
     bench.submit(spec("b", token_bytes=prompt("a", 64) + piece.token_bytes + ids([5] * 8), turn=1))
     (one,) = bench.tick()
-    bench.write("b", 1, cached=96)
+    bench.write("b", 1, cached=80)
     bench.finish("b")
-    assert one.engine_id == home and bench.result("b").predicted_cached_tokens == 96
+    assert one.engine_id == home and bench.result("b").predicted_cached_tokens == 80, (
+        "whole pages of what has KV: the prompt and all it wrote but the last token"
+    )
 
 
 # groups end
