@@ -385,6 +385,10 @@ def _note_blocked(world: World, entry: Entry, gate: Gate) -> None:
         waited = world.now - entry.blocked_since >= world.config.queue.large_reserve_seconds
         if waited and run.reserved_for is None and limit is not None and claim <= limit:
             run.reserved_for = entry
+            for engine in world.engines.values():
+                keeper = engine.reserved_for
+                if keeper is not None and keeper is not entry and keeper.run is run:
+                    engine.reserved_for = None  # or the two would keep each other out
     elif world.now - entry.blocked_since >= world.config.queue.large_reserve_seconds:
         engines = [
             engine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rolloutd.scheduler.events import AttemptEnded, UpdateRollouts
+from rolloutd.scheduler.events import AttemptEnded, LoseEngine, UpdateRollouts
 from rolloutd.scheduler.result import Piece
 from rolloutd.scheduler.spec import Quota, RolloutUpdate
 from rolloutd.scheduler.states import Outcome, TaskType, TrainerState
@@ -103,6 +103,28 @@ def test_a_reservation_that_is_used_asks_for_another_pass() -> None:
     assert bench.tick() == []
     bench.finish("first")
     assert {one.rollout_id for one in bench.tick()} == {"large", "small"}
+
+
+def test_two_reservations_of_one_run_do_not_keep_each_other_out() -> None:
+    """One entry has the run's KV tokens kept for it, the other the only engine that is left: neither could ever start."""
+    bench = Bench(
+        engine("e0", 4, kv_capacity_tokens=256),
+        engine("e1", 4, kv_capacity_tokens=256),
+        settings=config(queue={"large_reserve_seconds": 1.0}, preempt={"enabled": False}),
+    )
+    bench.run(*specs("first", 2, BACKGROUND, tokens=200))
+    bench.submit(spec("a", 100), spec("b", 100, BACKGROUND))
+    bench.pass_time(2.5, 0.5)
+    kept = {one: bench.engine(one).reserved_for for one in ("e0", "e1")}
+    (of_a,) = (one for one, entry in kept.items() if entry is not None and entry.rollout_class is CRITICAL)
+    assert all(kept.values()), kept
+    bench.budget(max_kv_tokens=500)
+    bench.pass_time(1.0)
+    assert bench.its_run().reserved_for is kept[of_a]
+    bench.do(LoseEngine(of_a, "no route"))
+    bench.finish("first0")
+    bench.finish("first1")
+    assert {one.rollout_id for one in bench.tick()} == {"a", "b"}
 
 
 # floors ----------------------------------------------------------------------------------------------------------------
