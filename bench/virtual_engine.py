@@ -161,8 +161,8 @@ class SimEngine:
     # beyond the protocol -----------------------------------------------------------------------------------------------
 
     def set_slowdown(self, now: float, factor: float) -> None:
-        """Factor on every pass from now on."""
-        self._machine.set_slowdown(now, factor)
+        """Factor on every pass from now on, beyond what the config says; 1 takes it back."""
+        self._machine.set_slowdown(now, self.config.timing.slowdown * factor)
 
     def cut(self, now: float, keep_partial: bool) -> list[AttemptFailed]:
         """Every connection breaks; what the doors had received so far is kept or not. The engine is of no use after it."""

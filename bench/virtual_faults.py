@@ -46,6 +46,7 @@ class FaultyEngine:
         self.busy = False
         self.deaf = False
         self.refusing = False
+        self.slowed = False
         self.loss = 0.0  # probability that a progress report is lost
         self.echo_seconds = 0.0  # every report comes once more after this; 0: it does not
         self.unanswering_at = -math.inf  # last time at which an abort could have gone unheard
@@ -125,7 +126,7 @@ class FaultyEngine:
         self._starts += 1
         self.inner = self._make(str(self._starts))
         self._lag_seconds = 0.0
-        self.down = self.busy = self.deaf = self.refusing = False
+        self.down = self.busy = self.deaf = self.refusing = self.slowed = False
         self.loss = self.echo_seconds = 0.0
 
     def hang(self, now: float) -> None:
@@ -148,6 +149,8 @@ class FaultyEngine:
     def slow(self, now: float, factor: float) -> None:
         if not self.down and not self.hung:
             self.inner.set_slowdown(self._inner_now(now), factor)
+            self.slowed = factor != 1.0
+            self.note_unanswering(now)
 
     def heal(self, now: float) -> None:
         """Every fault but a crash ends."""
@@ -162,8 +165,8 @@ class FaultyEngine:
         self.unanswering_at = now
 
     def answers(self, now: float, within_seconds: float) -> bool:
-        """Whether every abort of the last `within_seconds` was heard."""
-        return not (self.hung or self.deaf or self.down) and now - self.unanswering_at > within_seconds
+        """Whether every abort of the last `within_seconds` was heard, and acted on at the engine's own speed."""
+        return not (self.hung or self.deaf or self.down or self.slowed) and now - self.unanswering_at > within_seconds
 
     def _inner_now(self, now: float) -> float:
         return (now if self._hung_at is None else self._hung_at) - self._lag_seconds

@@ -80,6 +80,7 @@ def ended(world: World, event: AttemptEnded) -> None:
     elif reason in CALLERS_WORD:
         _interrupted(world, rollout, attempt, reason)  # it finished in the same moment; the caller's word stands
     else:
+        engine.note_success()  # also where it was thought to be stuck: a probe must come to an end
         _count_engine(attempt, piece)
         lifecycle.finish(world, rollout, Outcome.COMPLETED)
         entry = _waiting_siblings(rollout)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rolloutd.scheduler.events import AttemptEnded, LoseEngine, UpdateRollouts
 from rolloutd.scheduler.result import Piece
 from rolloutd.scheduler.spec import Quota, RolloutUpdate
-from rolloutd.scheduler.states import Outcome, TaskType, TrainerState
+from rolloutd.scheduler.states import FaultKind, Outcome, TaskType, TrainerState
 from tests.scheduler.kit import (
     BACKGROUND,
     CRITICAL,
@@ -126,6 +126,21 @@ def test_two_reservations_of_one_run_do_not_keep_each_other_out() -> None:
     bench.finish("first1")
     assert [one.rollout_id for one in bench.tick()] == ["a"]
     bench.finish("a")
+    assert [one.rollout_id for one in bench.tick()] == ["b"]
+
+
+def test_a_probe_that_completes_just_as_it_is_given_up_closes_the_breaker() -> None:
+    """It counted neither as a success nor as a fault, so the engine waited for its probe for ever."""
+    bench = Bench(engine(slots=1), settings=config(executor={"breaker_faults": 1, "breaker_seconds": 2.0}))
+    bench.run(spec("a", progress_timeout_seconds=5.0))
+    bench.fail("a", FaultKind.BROKEN)
+    bench.pass_time(3.0)
+    assert bench.running_on("e0") == ["a"], "the probe"
+    bench.pass_time(6.0)
+    assert bench.leaving() == {"a"}
+    bench.finish("a")
+    assert bench.outcome("a") is Outcome.COMPLETED
+    bench.submit(spec("b"))
     assert [one.rollout_id for one in bench.tick()] == ["b"]
 
 

@@ -11,10 +11,10 @@ P7  outcomes have their cause: see `_check_outcome`
 Ceilings, with G = `budget.shrink_seconds`, at every event, from what the engines really run and hold:
     running rollouts and KV tokens of a run <= the largest of the limits in force during the last G seconds
     a class or task ceiling is not exceeded for longer than G without a break (a promotion may put a class over its limit)
-  Not counted: engines that left an abort unheard within the last G, and attempts that the core gave up on after such silence
-  (an engine that does not answer can not be made to obey); and, for KV, engines that lose progress reports (an attempt whose
-  tokens nobody reports can not be accounted for). A KV limit may be exceeded by one page per running attempt: claims are
-  whole pages, and a shared page counts for each.
+  Not counted: engines that left an abort unheard or were made slow within the last G, and attempts that the core gave up on
+  after such silence (an engine that does not answer can not be made to obey); and, for KV, engines that lose progress
+  reports (an attempt whose tokens nobody reports can not be accounted for). A KV limit may be exceeded by one page per running
+  attempt: claims are whole pages, and a shared page counts for each.
 
 Floors, after every Tick. A class with `floor_rollouts` f is owed d = min(f - running, queued and not held) rollouts. "Within one
 rollout" means: d >= 2 never goes together with
@@ -515,6 +515,7 @@ class Auditor:
         at_rest = (
             not world.dirty and ledger.gate(entry.rollout_class, entry.task_type, world.run_slots(run)) is Gate.OPEN
         )
+        above = self._above_floors(run, dispatched)
         for engine in world.engines.values():
             if not engine.is_open(world.now) or placement.engine_gate(world, entry, engine)[0] is not Gate.OPEN:
                 continue
@@ -526,24 +527,31 @@ class Auditor:
                 other = self.watched[run.run_id, action.rollout_id].rollout
                 if other in self._reserved or (other.task_type in SHORT_TASKS and not entry.short):
                     continue
-                above = not self._is_owed(run, other)
                 fits = ledger.budget.classes.get(entry.rollout_class, NO_QUOTA).max_rollouts
                 task = ledger.budget.tasks.get(entry.task_type, NO_QUOTA).max_rollouts
                 blocked = (fits is not None and ledger.class_running[entry.rollout_class] >= fits) or (
                     task is not None and ledger.task_running[entry.task_type] >= task
                 )
-                assert not above or blocked, f"{what} and {action.rollout_id} went to {engine.engine_id} (F2)"
+                assert action.attempt_id not in above or blocked, (
+                    f"{what} and {action.rollout_id} went to {engine.engine_id} (F2)"
+                )
 
-    @staticmethod
-    def _is_owed(run: Run, rollout: Rollout) -> bool:
-        """Whether the rollout's class or task was below or just at its floor with it."""
+    def _above_floors(self, run: Run, dispatched: list[Dispatch]) -> set[str]:
+        """Attempts of this Tick whose class and task type were at their floors already when they were dispatched."""
+        mine = [action for action in dispatched if action.run_id == run.run_id]
+        rollouts = [self.watched[run.run_id, action.rollout_id].rollout for action in mine]
+        classes = [one - sum(r.rollout_class == c for r in rollouts) for c, one in enumerate(run.ledger.class_running)]
+        tasks = [one - sum(r.task_type == t for r in rollouts) for t, one in enumerate(run.ledger.task_running)]
         budget = run.ledger.budget
-        of_class = budget.classes.get(rollout.rollout_class, NO_QUOTA).floor_rollouts
-        of_task = budget.tasks.get(rollout.task_type, NO_QUOTA).floor_rollouts
-        return (
-            run.ledger.class_running[rollout.rollout_class] <= of_class
-            or run.ledger.task_running[rollout.task_type] <= of_task
-        )
+        above = set()
+        for action, rollout in zip(mine, rollouts, strict=True):
+            of_class = budget.classes.get(rollout.rollout_class, NO_QUOTA).floor_rollouts
+            of_task = budget.tasks.get(rollout.task_type, NO_QUOTA).floor_rollouts
+            if classes[rollout.rollout_class] >= of_class and tasks[rollout.task_type] >= of_task:
+                above.add(action.attempt_id)
+            classes[rollout.rollout_class] += 1
+            tasks[rollout.task_type] += 1
+        return above
 
     # the end -----------------------------------------------------------------------------------------------------------
 

@@ -77,6 +77,10 @@ LONGEST_PROMPT = 80
 LONGEST_OUTPUT = 90  # prompt + output + 2 fit the smallest engine (192 tokens), so no engine clips
 SMALLEST_KV = 192
 LARGEST_PAGE = 16
+SLOWEST_PREFILL = 2_000.0  # tokens per second, before the slowdown
+# How slow the engines of a world are -> `budget.shrink_seconds`. A pass cannot be interrupted, and the longest prefill is 8
+# prompts at once: 0.32 s before the slowdown. A longest rollout takes twice as long, so that a shrink has something to do.
+SHRINK_SECONDS = {1.0: 0.4, 3.0: 1.0, 10.0: 3.3}
 MODEL = Model(vocabulary_size=VOCABULARY, mean_output_tokens=40)
 
 
@@ -135,6 +139,7 @@ class RandomWorld:
     ):
         self.rng = rng = random.Random(seed)
         self.seed = seed
+        self.slowdown = rng.choice(list(SHRINK_SECONDS))
         self.config = self._settings()
         scheduler = Scheduler(self.config, random.Random(seed + 1), 0.0)
         self.simulation = Simulation(
@@ -147,7 +152,6 @@ class RandomWorld:
         self.simulation.observers.append(self.auditor.observe)
         if observe is not None:
             self.simulation.observers.append(observe)
-        self.slowdown = rng.choice([1.0, 3.0, 10.0])
         self.engines = [self._engine(number) for number in range(rng.randint(1, 4))]
         self.runs = [f"run-{number}" for number in range(rng.choice([1, 1, 2]))]
         self.consumers = [
@@ -197,12 +201,13 @@ class RandomWorld:
             ),
             budget=BudgetSettings(
                 default=rng.choice([Budget(), Budget(), Budget(max_rollouts=6)]),
-                shrink_seconds=5.0,
+                shrink_seconds=SHRINK_SECONDS[self.slowdown],
                 growth_tokens=rng.choice([16, 256]),
                 headroom_tokens=64,
             ),
             executor=ExecutorSettings(
-                timeout_seconds=rng.choice([2.0, 6.0]),
+                # Longer than the longest silence between two progress reports: 32 steps.
+                timeout_seconds=rng.choice([2.0, 6.0]) if self.slowdown < 10.0 else 6.0,
                 max_attempts=rng.choice([1, 3]),
                 breaker_faults=rng.choice([1, 3]),
                 breaker_seconds=rng.choice([0.5, 3.0]),
@@ -229,7 +234,7 @@ class RandomWorld:
             max_queued=rng.choice([None, None, 2]),
             timing=TimingModel(
                 curve=rng.choice(["flat", "steep"]),
-                prefill_tokens_per_second=rng.choice([400.0, 20_000.0]),
+                prefill_tokens_per_second=rng.choice([SLOWEST_PREFILL, 20_000.0]),
                 slowdown=self.slowdown,
             ),
             model=MODEL,
@@ -311,7 +316,7 @@ class RandomWorld:
         be running once."""
         config = self.config
         token_seconds = 0.04 * self.slowdown  # of either curve with 8 running
-        once = LONGEST_OUTPUT * token_seconds + (LONGEST_PROMPT + LONGEST_OUTPUT) / 400.0 * self.slowdown
+        once = LONGEST_OUTPUT * token_seconds + (LONGEST_PROMPT + LONGEST_OUTPUT) / SLOWEST_PREFILL * self.slowdown
         tries = config.executor.max_attempts + config.preempt.max_per_rollout + 1
         waits = (
             config.queue.large_reserve_seconds + config.queue.max_defer_seconds + config.queue.leader_timeout_seconds
@@ -570,7 +575,7 @@ class RandomWorld:
             case "busy":
                 engine.busy = True
             case "slow":
-                engine.slow(now, rng.choice([3.0, 10.0]) * self.slowdown)
+                engine.slow(now, rng.choice([3.0, 10.0]))
             case "deaf":
                 engine.deaf = True
             case "lossy":
