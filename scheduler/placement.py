@@ -20,6 +20,7 @@ from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.lanes import HEADS_PER_LANE
 from rolloutd.scheduler.lifecycle import arm_timer
 from rolloutd.scheduler.permit import Permit
+from rolloutd.scheduler.promises import Promise
 from rolloutd.scheduler.rollout import Attempt, Rollout
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.scoring import TERMS, Facts, clamp
@@ -30,6 +31,8 @@ from rolloutd.scheduler.world import World
 
 MAX_ENGINES_PER_ENTRY = 4  # engines with a hit that are scored for one entry, beside the emptiest
 DEEP_HEADS_PER_LANE = 32  # entries looked at where the first ones wait for an engine or a prefix of their own
+SHORT_ROOM_TOKENS = 4096  # of an engine's KV tokens, not promised to long work: a few reward queries
+SHORT_ROOM_PART = 16  # and at most this part of them
 LONG_HOLD_SECONDS = 5.0  # a slot that is held for less frees up soon enough for the first short rollout that comes
 TYPICAL_TOKEN_SECONDS = 0.02  # of one sequence in a full batch, before it was measured; on the slow side
 CHEAP_PREFILL = 0.05  # dearness never falls below this: among equals a cached prefix is still better than none
@@ -271,7 +274,7 @@ def engine_gate(world: World, entry: Entry, engine: Engine) -> tuple[Gate, int]:
     gate = run.ledger.kv_gate(claim)
     if gate is not Gate.OPEN:
         return gate, claim
-    if engine.reserved_for is not None and engine.reserved_for is not entry:
+    if engine.reserved_for is not None and engine.reserved_for is not entry and not entry.short:
         return Gate.RESERVED_FOR_LARGE, claim
     if facts.kv_capacity_tokens:
         if engine.kv_by_run.get(run.run_id, 0) + claim > budgeting.engine_kv_limit(run, engine):
@@ -282,6 +285,11 @@ def engine_gate(world: World, entry: Entry, engine: Engine) -> tuple[Gate, int]:
             pressed = engine.kv_claimed_tokens + claim > settings.kv_watermark * facts.kv_capacity_tokens
             if pressed and not entry.continuation:
                 return Gate.PRESSURE, claim
+            # What the engine would let wait is not sent; long work leaves some room for short work.
+            spare = 0 if entry.short else min(SHORT_ROOM_TOKENS, facts.kv_capacity_tokens // SHORT_ROOM_PART)
+            capacity = facts.kv_capacity_tokens - spare
+            if not engine.promises.fits(entry.prompt_tokens, rollout.remaining_tokens, capacity, facts.page_tokens):
+                return Gate.ENGINE_KV, claim
     if _spoils_tail(world, entry, engine):
         return Gate.CRITICAL_TAIL, claim
     return Gate.OPEN, claim
@@ -366,7 +374,9 @@ def _dispatch(world: World, entry: Entry, engine: Engine, choice: _Choice, batch
     rollout.last_batch_id = batch_id
     if rollout.attempts == 1:
         rollout.predicted_cached_tokens = predicted
-    attempt = Attempt(world.fresh_attempt_id(), rollout, engine, permit, batch_id, world.now, token_bytes)
+    promise = Promise(entry.prompt_tokens, rollout.remaining_tokens, bool(rollout.spec.sampling.get("ignore_eos")))
+    engine.promises.make(promise)
+    attempt = Attempt(world.fresh_attempt_id(), rollout, engine, permit, promise, batch_id, world.now, token_bytes)
     attempt.predicted_tokens = predicted
     rollout.attempt = attempt
     rollout.siblings = entry
