@@ -20,6 +20,7 @@ from rolloutd.scheduler.result import Piece
 from rolloutd.scheduler.rollout import Attempt, Rollout
 from rolloutd.scheduler.spec import TOKEN_BYTES
 from rolloutd.scheduler.states import AbortReason, Code, FaultKind, Gate, OnPreempt, Outcome, RolloutState
+from rolloutd.scheduler.timers import TimerKind
 from rolloutd.scheduler.views import DecisionKind
 from rolloutd.scheduler.world import World
 
@@ -101,11 +102,13 @@ def failed(world: World, event: AttemptFailed) -> None:
         engine.note_fault(world.now, event.message, settings)
         rollout.excluded.add(engine.engine_id)
         if engine.breaker_until > world.now:
+            world.timers.add(engine.breaker_until, TimerKind.ENGINE, engine)
             world.record(
                 "warning", "engine_breaker_open", engine=engine.engine_id, faults=engine.faults, error=event.message
             )
     elif event.fault is FaultKind.BUSY:
         engine.busy_until = world.now + settings.busy_seconds
+        world.timers.add(engine.busy_until, TimerKind.ENGINE, engine)
         engine.probing = False
     else:
         engine.probing = False

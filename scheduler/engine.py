@@ -18,6 +18,7 @@ from rolloutd.scheduler.promises import Promises
 from rolloutd.scheduler.spec import EngineFacts
 
 if TYPE_CHECKING:
+    from rolloutd.scheduler.entry import Entry
     from rolloutd.scheduler.events import EngineLoad
     from rolloutd.scheduler.rollout import Attempt
 
@@ -57,6 +58,7 @@ class Engine:
         "queue_since",
         "raise_at",
         "raise_seconds",
+        "most_slots",
         "ready",
         "removed",
         "reported_rollouts",
@@ -76,6 +78,7 @@ class Engine:
         self.kv_by_run: dict[str, int] = {}
         self.kv_used_tokens = 0
         self.kv_used_peak_tokens = 0
+        self.most_slots = facts.slots  # that can be used: more than `facts.slots` after it joined again with fewer
         self.ready = True
         self.lost = False
         self.draining = False
@@ -92,7 +95,7 @@ class Engine:
         self.raise_seconds = 1.0  # pause before the limit is raised
         self.queue_since: float | None = None  # it has let work wait since then, without prefilling any
         self.queue_prefilled_tokens = 0
-        self.reserved_for: object | None = None  # an entry too large for any gap: keep this engine's room for it
+        self.reserved_for: Entry | None = None  # an entry too large for any gap: keep this engine's room for it
         self.prefill_tokens_per_second = 0.0  # 0: not measured yet
         self.decode_seconds_per_token = 0.0
         self.last_prefilled = (0, 0.0)

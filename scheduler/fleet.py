@@ -25,6 +25,7 @@ def join(world: World, event: JoinEngine) -> Refusal | None:
         return refusal
     old = world.engines.get(facts.engine_id)
     if old is not None and old.facts.incarnation == facts.incarnation:
+        old.most_slots = max(facts.slots, old.slots_used)
         old.facts = facts
         old.lost = False
         old.ready = True

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -27,8 +26,8 @@ from rolloutd.scheduler.refusal import Refusal, invalid
 from rolloutd.scheduler.rollout import Rollout
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.spec import TOKEN_BYTES, RolloutSpec
-from rolloutd.scheduler.states import Code, Outcome, RolloutState, TaskType
-from rolloutd.scheduler.world import World
+from rolloutd.scheduler.states import Code, Outcome, RolloutClass, RolloutState, TaskType
+from rolloutd.scheduler.world import World, largest
 
 MAX_SAMPLES = 4096
 MAX_ID_CHARS = 256
@@ -174,8 +173,8 @@ def _check_pool(world: World, run: Run, spec: RolloutSpec) -> int | Refusal:
         return refusal
     max_new_tokens = spec.max_new_tokens
     if spec.text is None:
-        context = _largest(engine.facts.context_tokens for engine in engines)
-        longest_prompt = _largest(engine.facts.max_prompt_tokens for engine in engines)
+        context = largest(engine.facts.context_tokens for engine in engines)
+        longest_prompt = world.longest_prompt(run, spec.pool, spec.engine_labels)
         prompt = spec.prompt_tokens
         if (longest_prompt and prompt > longest_prompt) or (context and prompt >= context):
             limit = min(longest_prompt or context, context or longest_prompt)
@@ -189,12 +188,6 @@ def _check_pool(world: World, run: Run, spec: RolloutSpec) -> int | Refusal:
                 )
             max_new_tokens = context - prompt
     return _check_budget_level(run, spec, max_new_tokens, engines) or max_new_tokens
-
-
-def _largest(limits: Iterable[int]) -> int:
-    """The largest of the engines' limits, where 0 means that an engine has none or does not say."""
-    known = list(limits)
-    return max(known) if known and all(known) else 0
 
 
 def _check_vocabulary(spec: RolloutSpec, engines: list[Engine]) -> Refusal | None:
@@ -221,7 +214,7 @@ def _check_budget_level(run: Run, spec: RolloutSpec, max_new_tokens: int, engine
     """FAILED_PRECONDITION where it can never fit; a passing shortage (a zero, or a level that a lease will lift) waits."""
     page = min(engine.facts.page_tokens for engine in engines)
     needed = -(-(spec.prompt_tokens + max_new_tokens) // page) * page
-    capacity = _largest(engine.facts.kv_capacity_tokens for engine in engines)
+    capacity = largest(engine.facts.kv_capacity_tokens for engine in engines)
     if capacity and needed > capacity:
         return _too_small(needed, f"the largest engine of pool {spec.pool!r} has {capacity}")
     if run.lease_timer is not None:
@@ -229,7 +222,7 @@ def _check_budget_level(run: Run, spec: RolloutSpec, max_new_tokens: int, engine
     level = run.ledger.budget.max_kv_tokens
     if level and needed > level:
         return _too_small(needed, f"the run's budget is {level}: raise max_kv_tokens or ask for less")
-    memory = _largest(budgeting.engine_kv_limit(run, engine) for engine in engines) if capacity else 0
+    memory = largest(budgeting.engine_kv_limit(run, engine) for engine in engines) if capacity else 0
     if memory and needed > memory:
         return _too_small(
             needed, f"the run's memory budget leaves at most {memory} per engine: raise it or ask for less"
@@ -270,6 +263,8 @@ def _accept(world: World, run: Run, consumer: Consumer, spec: RolloutSpec, ids: 
         rollout = Rollout(run, rollout_id, spec, index, consumer.consumer_id, max_new_tokens, hash_, world.now)
         rollout.ttl_at = world.now + ttl
         rollout.story.append((world.now, f"accepted from {consumer.consumer_id!r}"))
+        if rollout.needed_by_step is not None and rollout.needed_by_step <= run.step:
+            rollout.rollout_class = RolloutClass.CRITICAL  # as if it had been here when the step was reported
         run.rollouts[rollout_id] = rollout
         run.unfinished += 1
         consumer.unfinished += 1

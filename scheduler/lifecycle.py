@@ -54,6 +54,11 @@ def requeue(world: World, rollout: Rollout, why: str, *, keep: bool = True) -> N
     if rollout.spec.text is not None and rollout.pieces and not rollout.pieces[0].prompt_token_bytes:
         rollout.pieces.clear()  # the engine never told the prompt's ids, so there is nothing to continue from
         rollout.pieces_by.clear()
+    spec = rollout.spec
+    longest = world.longest_prompt(rollout.run, spec.pool, spec.engine_labels)
+    if longest and spec.prompt_tokens + rollout.kept_tokens > longest:
+        rollout.pieces.clear()  # no engine takes so long a prompt, though one may have written it
+        rollout.pieces_by.clear()
     rollout.move(RolloutState.QUEUED, world.now, why)
     rollout.queued_at = world.now
     queueing.put(world, rollout)
@@ -98,7 +103,12 @@ def abort(world: World, rollout: Rollout, reason: AbortReason, why: str) -> None
     if attempt is None:
         raise AssertionError(f"{rollout.rollout_id} has no attempt to abort; story: {rollout.tell()}")
     if rollout.state is RolloutState.ABORTING:
-        if attempt.abort_reason in (AbortReason.PREEMPT, AbortReason.BUDGET, AbortReason.NO_PROGRESS, AbortReason.RECALL):
+        if attempt.abort_reason in (
+            AbortReason.PREEMPT,
+            AbortReason.BUDGET,
+            AbortReason.NO_PROGRESS,
+            AbortReason.RECALL,
+        ):
             attempt.abort_reason = reason
         return
     rollout.move(RolloutState.ABORTING, world.now, why)
@@ -148,7 +158,7 @@ def change_class(world: World, rollout: Rollout, rollout_class: RolloutClass, wh
 
 
 def note_step(world: World, rollout: Rollout) -> None:
-    """Remember who becomes CRITICAL when the trainer reaches its step; promotes at once where it has been reached."""
+    """Remember who becomes CRITICAL when the trainer reaches its step."""
     run = rollout.run
     step = rollout.needed_by_step
     if step is None:
@@ -242,6 +252,7 @@ def _keep(world: World, run: Run, rollout: Rollout, result: RolloutResult) -> No
     _keep_event(world, run, rollout.consumer_id, Finished(result))
     group = rollout.group
     if group is not None and group.note_finished(rollout.rollout_id, result.outcome is Outcome.COMPLETED):
+        group.consumer_id = rollout.consumer_id
         _keep_event(world, run, rollout.consumer_id, group_event(group))
 
 

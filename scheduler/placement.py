@@ -13,6 +13,8 @@ What this module does not know: what makes a gate close beyond asking (`budgetin
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 from rolloutd.scheduler import budgeting, preemption, queueing, turns
 from rolloutd.scheduler.actions import Dispatch
 from rolloutd.scheduler.engine import Engine
@@ -59,6 +61,8 @@ def schedule(world: World) -> None:
         return
     batch_id = world.batches + 1
     made = 0
+    for run in world.runs.values():
+        budgeting.note_stalled(world, run)
     for pool in sorted({engine.facts.pool for engine in world.engines.values()}):
         made += _fill(world, pool, batch_id, world.config.queue.max_batch_size - made)
     if made:
@@ -85,6 +89,8 @@ def _fill(world: World, pool: str, batch_id: int, limit: int) -> int:
         if gate is Gate.OPEN:
             made += 1
             per_run[run.run_id] = per_run.get(run.run_id, 0) + 1
+            if budgeting.note_stalled(world, run):
+                world.dirty = True  # room that was kept is free now, for work that this pass has passed by
         else:
             world.gates[gate] += 1
             blocked.add((run.run_id, turn.rollout_class, turn.short))
@@ -135,9 +141,10 @@ def _place(world: World, turn: turns.Turn, pool: str, batch_id: int) -> Gate:
         return closed
     choice = _Choice()
     seen: set[int] = set()
-    for heads in (HEADS_PER_LANE, DEEP_HEADS_PER_LANE):
-        deeper = False  # what was seen may not start for reasons of its own: look behind it
-        for entry in turn.backlog.candidates((engine.cache_key for engine in roomy), lane_bonus, tasks, heads):
+    owed = set() if run.ledger.class_owed(turn.rollout_class) else {one for one in tasks if run.ledger.task_owed(one)}
+    for entries in _looks(turn, roomy, lane_bonus, tasks, owed):
+        deeper = turn.overdue or bool(owed)  # what was seen may not start for reasons of its own: look behind it
+        for entry in entries:
             if entry.sequence in seen:
                 continue
             seen.add(entry.sequence)
@@ -157,6 +164,20 @@ def _place(world: World, turn: turns.Turn, pool: str, batch_id: int) -> Gate:
         return closed
     _dispatch(world, choice.entry, choice.engine, choice, batch_id)
     return Gate.OPEN
+
+
+def _looks(
+    turn: turns.Turn, roomy: list[Engine], lane_bonus: Callable[[str], float], tasks: set[TaskType], owed: set[TaskType]
+) -> Iterator[list[Entry]]:
+    """Entries to score, one look after the other: tasks below their floor, who is overdue, the heads, what is behind them."""
+    if owed:
+        yield turn.backlog.candidates([engine.cache_key for engine in roomy], lane_bonus, owed, HEADS_PER_LANE)
+    oldest = turn.backlog.oldest()
+    if turn.overdue and oldest is not None and not oldest.held and oldest.task_type in tasks:
+        yield [oldest]
+    keys = [engine.cache_key for engine in roomy]
+    for heads in (HEADS_PER_LANE, DEEP_HEADS_PER_LANE):
+        yield turn.backlog.candidates(keys, lane_bonus, tasks, heads)
 
 
 def reserved_short(world: World, run: Run) -> int:
@@ -255,44 +276,58 @@ def engine_gate(world: World, entry: Entry, engine: Engine) -> tuple[Gate, int]:
     run = entry.run
     facts = engine.facts
     rollout = entry.members[0]
-    if not world.serves(engine, run, entry.pool, entry.labels):
+    if not _could_serve(world, entry, engine):
         return Gate.NO_ENGINE, 0
     if not entry.short and _takes_last_slots(world, engine, rollout):
         return Gate.SHORT_RESERVED, 0
     if engine.engine_id in rollout.excluded and _another_serves(world, entry, rollout):
         return Gate.NO_ENGINE, 0
-    if (
-        entry.text is None
-        and facts.context_tokens
-        and entry.prompt_tokens + rollout.remaining_tokens > facts.context_tokens
-    ):
-        return Gate.NO_ENGINE, 0
     settings = world.config.budget
     claim = entry.claim_tokens(facts.page_tokens, settings.headroom_tokens)
-    if run.reserved_for is not None and run.reserved_for is not entry:
+    if _kept_for_another(world, run.reserved_for, entry):
         return Gate.RESERVED_FOR_LARGE, claim
     gate = run.ledger.kv_gate(claim)
     if gate is not Gate.OPEN:
         return gate, claim
-    if engine.reserved_for is not None and engine.reserved_for is not entry and not entry.short:
+    if not entry.short and _kept_for_another(world, engine.reserved_for, entry):
         return Gate.RESERVED_FOR_LARGE, claim
     if facts.kv_capacity_tokens:
-        if engine.kv_by_run.get(run.run_id, 0) + claim > budgeting.engine_kv_limit(run, engine):
-            return Gate.ENGINE_KV_CEILING, claim
-        if engine.slots_used:  # an empty engine takes anything that passed admission
+        if engine.slots_used:  # an empty engine takes anything that could ever fit
             if engine.kv_claimed_tokens + claim > facts.kv_capacity_tokens:
                 return Gate.ENGINE_KV, claim
             pressed = engine.kv_claimed_tokens + claim > settings.kv_watermark * facts.kv_capacity_tokens
             if pressed and not entry.continuation:
                 return Gate.PRESSURE, claim
             # What the engine would let wait is not sent; long work leaves some room for short work.
-            spare = 0 if entry.short else min(SHORT_ROOM_TOKENS, facts.kv_capacity_tokens // SHORT_ROOM_PART)
+            spare = (
+                0
+                if entry.short or entry.continuation
+                else min(SHORT_ROOM_TOKENS, facts.kv_capacity_tokens // SHORT_ROOM_PART)
+            )
             capacity = facts.kv_capacity_tokens - spare
             if not engine.promises.fits(entry.prompt_tokens, rollout.remaining_tokens, capacity, facts.page_tokens):
                 return Gate.ENGINE_KV, claim
+        if engine.kv_by_run.get(run.run_id, 0) + claim > budgeting.engine_kv_limit(run, engine):
+            return Gate.ENGINE_KV_CEILING, claim
     if _spoils_tail(world, entry, engine):
         return Gate.CRITICAL_TAIL, claim
     return Gate.OPEN, claim
+
+
+def _could_serve(world: World, entry: Entry, engine: Engine) -> bool:
+    """Whether this engine, when empty, could run the entry's first member to its end."""
+    facts = engine.facts
+    if not world.serves(engine, entry.run, entry.pool, entry.labels):
+        return False
+    if entry.text is not None:
+        return True  # its length is a guess before the engine tokenised it; the engine refuses what is too long
+    whole = entry.prompt_tokens + entry.members[0].remaining_tokens
+    pages = -(-whole // facts.page_tokens) * facts.page_tokens
+    return not (
+        (facts.context_tokens and whole > facts.context_tokens)
+        or (facts.max_prompt_tokens and entry.prompt_tokens > facts.max_prompt_tokens)
+        or (facts.kv_capacity_tokens and pages > facts.kv_capacity_tokens)
+    )
 
 
 def _takes_last_slots(world: World, engine: Engine, rollout: Rollout) -> bool:
@@ -306,11 +341,23 @@ def _takes_last_slots(world: World, engine: Engine, rollout: Rollout) -> bool:
 
 
 def _another_serves(world: World, entry: Entry, rollout: Rollout) -> bool:
-    """Whether some engine that has not failed this rollout could take it; if none, the failed ones get another chance."""
+    """Whether some ready engine that has not failed this rollout could take it; if none, the others get another chance."""
     return any(
-        engine.engine_id not in rollout.excluded and not engine.lost
-        for engine in world.pool_engines(entry.run, entry.pool, entry.labels)
+        engine.engine_id not in rollout.excluded
+        and engine.state(world.now) == "ready"
+        and _could_serve(world, entry, engine)
+        for engine in world.engines.values()
     )
+
+
+def _kept_for_another(world: World, keeper: Entry | None, entry: Entry) -> bool:
+    """Whether room is kept for another entry that could use it now: a run that may not start keeps nobody out."""
+    if keeper is None or keeper is entry or keeper.held:
+        return False
+    run = keeper.run
+    if budgeting.run_gate(world, run, keeper.rollout_class) is not Gate.OPEN:
+        return False
+    return run.ledger.gate(keeper.rollout_class, keeper.task_type, world.run_slots(run)) is Gate.OPEN
 
 
 def _spoils_tail(world: World, entry: Entry, engine: Engine) -> bool:
@@ -338,7 +385,7 @@ def _note_blocked(world: World, entry: Entry, gate: Gate) -> None:
 
     Too large for an engine: one engine's room. Too large for the budget's gaps: the run's KV tokens.
     """
-    if gate not in (Gate.ENGINE_KV, Gate.PRESSURE, Gate.CEILING_KV):
+    if gate not in (Gate.ENGINE_KV, Gate.PRESSURE, Gate.ENGINE_KV_CEILING, Gate.CEILING_KV):
         return
     if entry.blocked_since is None:
         entry.blocked_since = world.now
@@ -350,13 +397,18 @@ def _note_blocked(world: World, entry: Entry, gate: Gate) -> None:
         waited = world.now - entry.blocked_since >= world.config.queue.large_reserve_seconds
         if waited and run.reserved_for is None and limit is not None and claim <= limit:
             run.reserved_for = entry
+            for engine in world.engines.values():
+                keeper = engine.reserved_for
+                if keeper is not None and keeper is not entry and keeper.run is run:
+                    engine.reserved_for = None  # or the two would keep each other out
     elif world.now - entry.blocked_since >= world.config.queue.large_reserve_seconds:
         engines = [
             engine
-            for engine in world.pool_engines(entry.run, entry.pool, entry.labels)
-            if engine.is_open(world.now) and engine.reserved_for is None
+            for engine in world.engines.values()
+            if engine.is_open(world.now) and _could_serve(world, entry, engine) and engine.reserved_for in (None, entry)
         ]
-        if engines and not any(engine.reserved_for is entry for engine in world.engines.values()):
+        if engines and not any(engine.reserved_for is entry for engine in engines):
+            queueing.release_reservations(world, entry)  # of an engine that is gone
             min(engines, key=lambda engine: engine.kv_claimed_tokens).reserved_for = entry
 
 

@@ -128,14 +128,14 @@ def order(world: World, entry: Entry) -> None:
     world.dirty = True
 
 
-def hold(world: World, entry: Entry, gate: Gate, until_seconds: float) -> None:
-    """Keep an entry out of the lanes until that time at the latest."""
+def hold(world: World, entry: Entry, gate: Gate, until: float) -> None:
+    """Keep an entry out of the lanes until that time (on the core's clock) at the latest."""
     backlog = entry.backlog
     if backlog is None:
         return
     backlog.hold(entry, world.next_sequence(), gate)
     world.timers.cancel(entry.hold_timer)
-    entry.hold_timer = world.timers.add(until_seconds, TimerKind.HOLD, entry)
+    entry.hold_timer = world.timers.add(until, TimerKind.HOLD, entry)
 
 
 def wake(world: World, entry: Entry) -> None:

@@ -2,8 +2,8 @@
 
     runs: below their floor first, then the least virtual tokens (expected tokens / fairness weight)
     kind: short and long work alternate by quantum while both wait
-    class: below a floor first; every `overdue_turn`-th dispatch to work that waits past `overdue_seconds`; every n-th to a
-           lower class in the STABLE phase while the trainer does not wait; else CRITICAL, REUSABLE, BACKGROUND
+    class: below a floor first; every `overdue_turn`-th dispatch to the one that waits longest, past `overdue_seconds`; every
+           n-th to a lower class in the STABLE phase while the trainer does not wait; else CRITICAL, REUSABLE, BACKGROUND
 
 Invariants
 - Every queued class gets its turn: floors, overdue turns and quanta do not depend on scores (property P5).
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from rolloutd.scheduler.lanes import Backlog
 from rolloutd.scheduler.run import Run
-from rolloutd.scheduler.states import SHORT_TASKS, RolloutClass, TaskType
+from rolloutd.scheduler.states import RolloutClass
 from rolloutd.scheduler.world import World
 
 
@@ -27,6 +27,7 @@ class Turn(NamedTuple):
     rollout_class: RolloutClass
     short: bool
     backlog: Backlog
+    overdue: bool = False  # for the one that waits longest, whatever its score
 
 
 def next_turn(world: World, pool: str, blocked: set[tuple[str, RolloutClass, bool]]) -> Turn | None:
@@ -88,8 +89,6 @@ def _kind_turn(world: World, run: Run, turns: list[Turn]) -> list[Turn]:
 
 
 def _class_turn(world: World, run: Run, turns: list[Turn]) -> Turn:
-    if len(turns) == 1:
-        return turns[0]
     turns = sorted(turns, key=lambda turn: (turn.rollout_class, not turn.short))
     owed = [turn for turn in turns if _owed(run, turn)]
     if owed:
@@ -98,7 +97,7 @@ def _class_turn(world: World, run: Run, turns: list[Turn]) -> Turn:
     if run.dispatches % settings.overdue_turn == settings.overdue_turn - 1:
         overdue = [turn for turn in turns if _waited(world, turn) > settings.overdue_seconds]
         if overdue:
-            return max(overdue, key=lambda turn: _waited(world, turn))
+            return max(overdue, key=lambda turn: _waited(world, turn))._replace(overdue=True)
     every = lower_turn(world, run)
     if every and run.dispatches % every == every - 1:
         lower = [turn for turn in turns if turn.rollout_class is not turns[0].rollout_class]
@@ -118,8 +117,7 @@ def _owed(run: Run, turn: Turn) -> bool:
     ledger = run.ledger
     if ledger.class_owed(turn.rollout_class):
         return True
-    tasks = SHORT_TASKS if turn.short else frozenset(TaskType) - SHORT_TASKS
-    return any(ledger.task_owed(task) for task in tasks)
+    return any(turn.backlog.tasks[task] and ledger.task_owed(task) for task in ledger.budget.tasks)
 
 
 def _waited(world: World, turn: Turn) -> float:

@@ -56,7 +56,9 @@ async def test_reward_queries_pass_long_generations(
         ]
         answers = await asyncio.gather(*queries)
         seconds = loop.time() - began
-        left = sum([rollout.rollout_id.startswith("long-") async for rollout in client.list_rollouts(states=UNFINISHED)])
+        left = sum(
+            [rollout.rollout_id.startswith("long-") async for rollout in client.list_rollouts(states=UNFINISHED)]
+        )
         slowest = max(answer.times.total_seconds for answer in answers)
         print(
             f"\n{QUERIES} reward queries in {seconds:.2f} s, slowest {slowest:.2f} s; "

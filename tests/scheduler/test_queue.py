@@ -11,7 +11,7 @@ import pytest
 from rolloutd.scheduler.actions import Deliver, Finished
 from rolloutd.scheduler.config import QueueSettings
 from rolloutd.scheduler.events import UpdateRollouts
-from rolloutd.scheduler.spec import RolloutUpdate
+from rolloutd.scheduler.spec import RolloutUpdate, Weights
 from rolloutd.scheduler.states import Code, Outcome, RolloutState, TaskType, TrainerState
 from tests.scheduler.kit import (
     BACKGROUND,
@@ -34,6 +34,46 @@ NO_PREEMPTION = config(preempt={"enabled": False})
 
 
 # nobody waits for ever
+
+
+@pytest.mark.parametrize("weights", ["default", "waiting counts for nothing"])
+def test_queue_37_background_under_a_steady_overload_of_critical_work_starts_within_its_bound(weights: str) -> None:
+    """Critical work at 110 % of capacity for ten minutes, and 20 rollouts that everything else is preferred to.
+
+    The bound, from the configuration: after `overdue_seconds` every `overdue_turn`-th dispatch goes to who waits longest, so
+    the k-th of them starts at most `overdue_seconds` + k x `overdue_turn` / (dispatches per second) after it came,
+    and one service time later where all slots are taken.
+    """
+    slots, service_seconds, step_seconds = 8, 4.0, 1.0
+    rate = slots / service_seconds
+    settings = config(preempt={"enabled": False}, queue={"overdue_seconds": 60.0})
+    bound = settings.queue.overdue_seconds + 20 * settings.queue.overdue_turn / rate + service_seconds
+    assert bound < 150.0
+    bench = Bench(engine(slots=slots), settings=settings)
+    if weights != "default":
+        bench.configure(weights=Weights(waiting=0.0))
+    bench.submit(*specs("c-before", 4 * slots))
+    due = {one.rollout_id: bench.now + service_seconds for one in bench.tick()}
+    came = bench.now
+    # Four of them critical, and so short that newer, longer critical work has the better score for ever.
+    bench.submit(*specs("b", 16, BACKGROUND), *specs("short", 4, max_new_tokens=2))
+    started: dict[str, float] = {}
+    submitted = 0
+    while bench.now < came + 600.0 and len(started) < 20:
+        bench.now += step_seconds
+        for rollout_id in [name for name, at in due.items() if at <= bench.now]:
+            bench.finish(rollout_id, 2 if rollout_id.startswith("short") else 16)
+            bench.acknowledge(rollout_id)
+            del due[rollout_id]
+        while submitted < 1.1 * rate * (bench.now - came):
+            bench.submit(spec(f"c{submitted}"))
+            submitted += 1
+        for one in bench.tick():
+            due[one.rollout_id] = bench.now + service_seconds
+            if not one.rollout_id.startswith("c"):
+                started[one.rollout_id] = bench.now - came
+    assert len(started) == 20, f"only {sorted(started)} started"
+    assert max(started.values()) <= bound, f"{max(started.values()):.0f} s, bound {bound:.0f} s"
 
 
 def test_waiting_counts_older_work_goes_before_newer_of_its_kind() -> None:
@@ -142,6 +182,15 @@ def test_what_a_step_needs_becomes_critical_queued_or_running() -> None:
     assert [one.rollout_id for one in bench.tick()] == ["queued"]
     bench.step(7)
     assert bench.view("later").rollout_class is CRITICAL and bench.view("never").rollout_class is BACKGROUND
+
+
+def test_what_arrives_after_its_step_was_reached_is_critical_at_once() -> None:
+    bench = Bench(engine(slots=1))
+    bench.step(5)
+    bench.submit(
+        spec("due", rollout_class=REUSABLE, needed_by_step=5), spec("soon", rollout_class=REUSABLE, needed_by_step=6)
+    )
+    assert bench.view("due").rollout_class is CRITICAL and bench.view("soon").rollout_class is REUSABLE
 
 
 def test_a_step_goes_forward_only_and_a_repeated_report_changes_nothing() -> None:

@@ -77,7 +77,17 @@ Key = tuple[str, str]  # (run id, rollout id)
 class Watched:
     """One accepted rollout and what happened to it."""
 
-    __slots__ = ("accepted_at", "busy", "cancelled", "deadline_abort", "expected", "faults", "refused", "result", "rollout")
+    __slots__ = (
+        "accepted_at",
+        "busy",
+        "cancelled",
+        "deadline_abort",
+        "expected",
+        "faults",
+        "refused",
+        "result",
+        "rollout",
+    )
 
     def __init__(self, rollout: Rollout, accepted_at: float) -> None:
         self.rollout = rollout
@@ -338,7 +348,11 @@ class Auditor:
         predicted = attempt.predicted_tokens
         assert 0 <= predicted < max(1, len(action.token_bytes) // TOKEN_BYTES), f"{key}: predicted {predicted}"
         engine = self.simulation.engines.get(action.engine_id)
-        if predicted and isinstance(engine, FaultyEngine) and engine.facts.incarnation == attempt.engine.facts.incarnation:
+        if (
+            predicted
+            and isinstance(engine, FaultyEngine)
+            and engine.facts.incarnation == attempt.engine.facts.incarnation
+        ):
             held = engine.inner.could_hold_tokens(action.token_bytes)
             assert predicted <= held, f"{key}: {predicted} tokens predicted, {action.engine_id} computed {held}"
             self.counts["predicted hits"] += 1
@@ -454,7 +468,9 @@ class Auditor:
             if not any(quota.floor_rollouts for quota in run.ledger.budget.classes.values()):
                 continue
             for rollout_class, quota in run.ledger.budget.classes.items():
-                owed = min(quota.floor_rollouts - run.ledger.class_running[rollout_class], self._ready(run, rollout_class))
+                owed = min(
+                    quota.floor_rollouts - run.ledger.class_running[rollout_class], self._ready(run, rollout_class)
+                )
                 if owed < 2:
                     continue
                 for entry in self._oldest_entries(run, rollout_class):
@@ -486,7 +502,9 @@ class Auditor:
         keep_short = placement.reserved_short(world, run)
         what = f"{world.now}: {run.run_id} {entry.rollout_class.name} is owed {owed}"
         self.counts["floors looked at"] += 1
-        at_rest = not world.dirty and ledger.gate(entry.rollout_class, entry.task_type, world.run_slots(run)) is Gate.OPEN
+        at_rest = (
+            not world.dirty and ledger.gate(entry.rollout_class, entry.task_type, world.run_slots(run)) is Gate.OPEN
+        )
         for engine in world.engines.values():
             if not engine.is_open(world.now) or placement.engine_gate(world, entry, engine)[0] is not Gate.OPEN:
                 continue

@@ -104,7 +104,12 @@ class CoreMachine(RuleBasedStateMachine):
         self.bench.cancel(self.names[which % len(self.names)])
 
     @precondition(lambda self: self._rollouts())
-    @rule(which=pick, rollout_class=st.none() | classes, step=st.none() | st.integers(0, 3), deadline=st.sampled_from([None, 0.0, 2.0]))
+    @rule(
+        which=pick,
+        rollout_class=st.none() | classes,
+        step=st.none() | st.integers(0, 3),
+        deadline=st.sampled_from([None, 0.0, 2.0]),
+    )
     def update(self, which: int, rollout_class: RolloutClass | None, step: int | None, deadline: float | None) -> None:
         names = self._rollouts()
         update = RolloutUpdate(names[which % len(names)], rollout_class, deadline, step)

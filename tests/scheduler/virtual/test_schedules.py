@@ -57,7 +57,9 @@ def test_the_schedules_met_what_they_are_for(capsys: pytest.CaptureFixture[str])
     if not _met:
         pytest.skip("no schedule ran before this in the same process")
     with capsys.disabled():
-        print(f"\n{_met['schedules']} schedules: " + ", ".join(f"{count} {name}" for name, count in sorted(_met.items())))
+        print(
+            f"\n{_met['schedules']} schedules: " + ", ".join(f"{count} {name}" for name, count in sorted(_met.items()))
+        )
     if _met["schedules"] >= CHUNK:
         missing = [name for name in WANTED if not _met[name]]
         assert not missing, f"{_met['schedules']} schedules never met {missing}"
