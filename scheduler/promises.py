@@ -21,6 +21,7 @@ CLIPPED_TOKENS = 4096
 FIRST_SHARE = 0.7
 LAST_SHARE = 0.7 * 0.14
 SHARE_DECAY_STEPS = 600
+UNREPORTED_TOKENS = 64  # what a rollout may have written since its last report; as `budget.headroom_tokens`
 
 
 class Promise:
@@ -43,17 +44,19 @@ class Promise:
 class Promises:
     """Those of one engine."""
 
-    __slots__ = ("count", "full_tokens", "held_tokens", "longest_tokens", "part_tokens")
+    __slots__ = ("count", "full_tokens", "held_tokens", "longest_tokens", "part_count", "part_tokens")
 
     def __init__(self) -> None:
         self.count = 0
         self.held_tokens = 0  # prompts and outputs so far; a shared prefix counts once for each
         self.full_tokens = 0  # output that may still come of those that ignore the end token
         self.part_tokens = 0  # and of the others
+        self.part_count = 0
         self.longest_tokens = 0  # output since the engine was empty
 
     def make(self, promise: Promise) -> None:
         self.count += 1
+        self.part_count += not promise.in_full
         self._add(promise, 1)
 
     def note_written(self, promise: Promise, generated_tokens: int) -> None:
@@ -64,6 +67,7 @@ class Promises:
 
     def release(self, promise: Promise) -> None:
         self.count -= 1
+        self.part_count -= not promise.in_full
         self._add(promise, -1)
         if not self.count:
             self.longest_tokens = 0
@@ -74,7 +78,8 @@ class Promises:
             return True
         needed = prompt_tokens + min(output_tokens, CLIPPED_TOKENS) + page_tokens
         promised = self.full_tokens + self.share * self.part_tokens + self.count * page_tokens
-        return needed < capacity_tokens - self.held_tokens - promised
+        unreported = (1.0 - self.share) * self.part_count * UNREPORTED_TOKENS
+        return needed < capacity_tokens - self.held_tokens - promised - unreported
 
     @property
     def share(self) -> float:
