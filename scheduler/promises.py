@@ -78,7 +78,7 @@ class Promises:
             return True
         needed = prompt_tokens + min(output_tokens, CLIPPED_TOKENS) + page_tokens
         promised = self.full_tokens + self.share * self.part_tokens + self.count * page_tokens
-        unreported = (1.0 - self.share) * self.part_count * UNREPORTED_TOKENS
+        unreported = (1.0 - self.share) * min(self.part_tokens, self.part_count * UNREPORTED_TOKENS)
         return needed < capacity_tokens - self.held_tokens - promised - unreported
 
     @property
