@@ -299,4 +299,7 @@ def test_siblings_go_elsewhere_when_their_leaders_engine_is_full() -> None:
     bench.write(leader.rollout_id, 1)
     for name in [name for name in bench.live if name.startswith("fill")]:
         bench.finish(name)
-    assert len(bench.tick()) == 3
+    for one in bench.tick():  # all of them, or one that computes the prompt for the others on an engine that lacks it
+        bench.write(one.rollout_id, 1)
+    bench.tick()
+    assert len(bench.live) == 4
