@@ -96,6 +96,7 @@ def remove(world: World, engine: Engine) -> None:
 
 def forget_removed(world: World) -> None:
     for engine in [engine for engine in world.engines.values() if engine.removed and not engine.attempts]:
+        world.timers.cancel(engine.wake_timer)
         _drop_cache(world, engine)
         del world.engines[engine.engine_id]
         world.record("info", "engine_removed", engine=engine.engine_id)
@@ -106,6 +107,7 @@ def _bury(world: World, engine: Engine, message: str) -> None:
     engine.lost = engine.removed = True
     for attempt in list(engine.attempts.values()):
         attempts.failed(world, AttemptFailed(attempt.attempt_id, FaultKind.BROKEN, message))
+    world.timers.cancel(engine.wake_timer)
     _drop_cache(world, engine)
 
 
