@@ -98,6 +98,7 @@ def remove(world: World, engine: Engine) -> None:
 
 def forget_removed(world: World) -> None:
     for engine in [engine for engine in world.engines.values() if engine.removed and not engine.attempts]:
+        world.timers.cancel(engine.wake_timer)
         _drop_cache(world, engine)
         del world.engines[engine.engine_id]
         world.fleet_mark += 1
@@ -109,6 +110,7 @@ def _bury(world: World, engine: Engine, message: str) -> None:
     engine.lost = engine.removed = True
     for attempt in list(engine.attempts.values()):
         attempts.failed(world, AttemptFailed(attempt.attempt_id, FaultKind.BROKEN, message))
+    world.timers.cancel(engine.wake_timer)
     _drop_cache(world, engine)
 
 

@@ -112,10 +112,15 @@ def _another_serves(world: World, entry: Entry, rollout: Rollout) -> bool:
 
 
 def _kept_for_another(world: World, keeper: Entry | None, entry: Entry) -> bool:
-    """Whether room is kept for another entry that could use it now: a run that may not start keeps nobody out."""
+    """Whether room is kept for another entry that could use it now.
+
+    A run that may not start keeps nobody out, and work of its own run that is owed a floor goes first.
+    """
     if keeper is None or keeper is entry or keeper.held:
         return False
     run = keeper.run
+    if entry.run is run and (run.ledger.class_owed(entry.rollout_class) or run.ledger.task_owed(entry.task_type)):
+        return False
     if budgeting.run_gate(world, run, keeper.rollout_class) is not Gate.OPEN:
         return False
     return run.ledger.gate(keeper.rollout_class, keeper.task_type, world.run_slots(run)) is Gate.OPEN

@@ -560,7 +560,10 @@ class Auditor:
             assert not any(run.queued_bytes) and not run.ledger.kv_tokens and not run.ledger.running, run.run_id
             assert not any(backlog.count or backlog.ready or backlog.held for backlog in run.backlogs.values())
         leases = sum(run.lease_timer is not None for run in world.runs.values())
-        assert len(world.timers) <= 1 + leases + self._grace_timers(), f"{len(world.timers)} timers are left"
+        back_offs = sum(engine.wake_timer is not None for engine in world.engines.values())
+        assert len(world.timers) <= 1 + leases + back_offs + self._grace_timers(), (
+            f"{len(world.timers)} timers are left"
+        )
 
     def _grace_timers(self) -> int:
         """Disconnect timers may still be pending; they find nothing to do."""
