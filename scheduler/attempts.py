@@ -41,6 +41,7 @@ def progress(world: World, event: AttemptProgress) -> None:
         _first_token(world, attempt, event.prompt_tokens, event.cached_tokens)
     rollout.run.supply.add(event.generated_tokens - attempt.generated_tokens, now)
     attempt.generated_tokens = event.generated_tokens
+    attempt.engine.promises.note_written(attempt.promise, event.generated_tokens)
     attempt.progress_at = now
     _grow_claim(world, attempt)
     written = rollout.kept_tokens + event.generated_tokens

@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rolloutd.scheduler.config import ExecutorSettings
+from rolloutd.scheduler.promises import Promises
 from rolloutd.scheduler.spec import EngineFacts
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class Engine:
         "predicted_cached_tokens",
         "prefill_tokens_per_second",
         "probing",
+        "promises",
         "prompt_tokens",
         "queue_prefilled_tokens",
         "queue_since",
@@ -90,6 +92,7 @@ class Engine:
         self.faults_in_a_row = 0
         self.faults = 0
         self.last_error = ""
+        self.promises = Promises()
         self.limit: int | None = None  # rollouts it runs at a time, where it lets more than that wait
         self.raise_at = 0.0
         self.raise_seconds = 1.0  # pause before the limit is raised

@@ -17,6 +17,8 @@ from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.states import Gate, RolloutClass
 from rolloutd.scheduler.world import World
 
+SHORT_ROOM_TOKENS = 4096  # of an engine's KV tokens, not promised to long work: a few reward queries
+SHORT_ROOM_PART = 16  # and at most this part of them
 LED_SECONDS = 2.0  # prefill takes a fraction of this, unless the engine is in trouble
 
 
@@ -38,7 +40,7 @@ def engine_gate(world: World, entry: Entry, engine: Engine) -> tuple[Gate, int]:
     gate = run.ledger.kv_gate(claim)
     if gate is not Gate.OPEN:
         return gate, claim
-    if _kept_for_another(world, engine.reserved_for, entry):
+    if not entry.short and _kept_for_another(world, engine.reserved_for, entry):
         return Gate.RESERVED_FOR_LARGE, claim
     if facts.kv_capacity_tokens:
         if engine.slots_used:  # an empty engine takes anything that could ever fit
@@ -47,6 +49,11 @@ def engine_gate(world: World, entry: Entry, engine: Engine) -> tuple[Gate, int]:
             pressed = engine.kv_claimed_tokens + claim > settings.kv_watermark * facts.kv_capacity_tokens
             if pressed and not entry.continuation:
                 return Gate.PRESSURE, claim
+            # What the engine would let wait is not sent; long work leaves some room for short work.
+            spare = min(SHORT_ROOM_TOKENS, facts.kv_capacity_tokens // SHORT_ROOM_PART)
+            capacity = facts.kv_capacity_tokens - (0 if entry.short or entry.continuation else spare)
+            if not engine.promises.fits(entry.prompt_tokens, rollout.remaining_tokens, capacity, facts.page_tokens):
+                return Gate.ENGINE_KV, claim
         if engine.kv_by_run.get(run.run_id, 0) + claim > budgeting.engine_kv_limit(run, engine):
             return Gate.ENGINE_KV_CEILING, claim
     if _spoils_tail(world, entry, engine):

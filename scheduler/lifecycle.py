@@ -190,6 +190,7 @@ def close_attempt(world: World, attempt: Attempt, piece: Piece | None) -> None:
     rollout = attempt.rollout
     now = world.now
     attempt.permit.release()
+    attempt.engine.promises.release(attempt.promise)
     del world.attempts[attempt.attempt_id]
     attempt.engine.attempts.pop(attempt.attempt_id, None)
     rollout.attempt = None

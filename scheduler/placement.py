@@ -22,6 +22,7 @@ from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.lanes import HEADS_PER_LANE
 from rolloutd.scheduler.lifecycle import arm_timer
 from rolloutd.scheduler.permit import Permit
+from rolloutd.scheduler.promises import Promise
 from rolloutd.scheduler.rollout import Attempt
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.scoring import ENGINE_TERMS, ENTRY_TERMS, TERMS, Facts, clamp, weighted
@@ -321,7 +322,9 @@ def _dispatch(world: World, choice: _Choice, batch_id: int) -> None:
     rollout.last_batch_id = batch_id
     if rollout.attempts == 1:
         rollout.predicted_cached_tokens = predicted
-    attempt = Attempt(world.fresh_attempt_id(), rollout, engine, permit, batch_id, world.now, token_bytes)
+    promise = Promise(entry.prompt_tokens, rollout.remaining_tokens, bool(rollout.spec.sampling.get("ignore_eos")))
+    engine.promises.make(promise)
+    attempt = Attempt(world.fresh_attempt_id(), rollout, engine, permit, promise, batch_id, world.now, token_bytes)
     attempt.predicted_tokens = predicted
     rollout.attempt = attempt
     rollout.siblings = entry
