@@ -277,7 +277,7 @@ class _CostMeter:
     def __init__(self, simulation: Simulation) -> None:
         self.seconds = 0.0
         self._handle = simulation.handle
-        simulation.handle = self._measured  # type: ignore[method-assign]
+        simulation.handle = self._measured
 
     def _measured(self, event: Event, now: float) -> list[Action]:
         started = time.perf_counter()

@@ -165,6 +165,10 @@ class Collector:
         self._version = ""
         self._extras: dict[str, Any] = {}
 
+    def has_finished(self) -> bool:
+        """Whether the engine's final word has come. A call, because it changes between two looks at it."""
+        return self.finish is not None
+
     @property
     def generated_tokens(self) -> int:
         return len(self._ids)

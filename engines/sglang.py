@@ -339,14 +339,14 @@ class SGLangEngine:
         limit.reschedule(clock() + idle_seconds)
         while piece := await content.readany():
             arrived = events.feed(piece)
-            if not arrived or collector.finish is not None:
+            if not arrived or collector.has_finished():
                 continue
             before = collector.generated_tokens
             for data in arrived:
-                if data == _DONE or collector.finish is not None:
+                if data == _DONE or collector.has_finished():
                     break
                 self._take(request, collector, data)
-            if collector.finish is None:
+            if not collector.has_finished():
                 limit.reschedule(clock() + idle_seconds)
             elif not attempt.hung_up:
                 limit.reschedule(clock() + _DRAIN_SECONDS)

@@ -20,6 +20,7 @@ from rolloutd.scheduler.result import Piece
 from rolloutd.scheduler.rollout import Attempt, Rollout
 from rolloutd.scheduler.spec import TOKEN_BYTES
 from rolloutd.scheduler.states import AbortReason, Code, FaultKind, Gate, OnPreempt, Outcome, RolloutState
+from rolloutd.scheduler.timers import TimerKind
 from rolloutd.scheduler.views import DecisionKind
 from rolloutd.scheduler.world import World
 
@@ -68,10 +69,13 @@ def ended(world: World, event: AttemptEnded) -> None:
         engine.note_success()
     _learn_speed(world, attempt, tokens)
     if attempt.first_token_at is not None:
-        world.index.insert(world.namespace(rollout.run), attempt.token_bytes + piece.token_bytes, engine.cache_key)
+        cached = (attempt.token_bytes + piece.token_bytes)[: -TOKEN_BYTES if tokens else None]  # the last has no KV
+        world.index.insert(world.namespace(rollout.run), cached, engine.cache_key)
     _wake_followers(world, attempt)
     lifecycle.close_attempt(world, attempt, piece)
     if piece.finish_reason == "abort" and not rollout.is_whole:
+        if reason not in CALLERS_WORD and not world.shutting_down:
+            lifecycle.cut_interrupted(rollout, piece)
         _interrupted(world, rollout, attempt, reason)
     elif reason in CALLERS_WORD:
         _interrupted(world, rollout, attempt, reason)  # it finished in the same moment; the caller's word stands
@@ -97,11 +101,13 @@ def failed(world: World, event: AttemptFailed) -> None:
         engine.note_fault(world.now, event.message, settings)
         rollout.excluded.add(engine.engine_id)
         if engine.breaker_until > world.now:
+            world.timers.add(engine.breaker_until, TimerKind.ENGINE, engine)
             world.record(
                 "warning", "engine_breaker_open", engine=engine.engine_id, faults=engine.faults, error=event.message
             )
     elif event.fault is FaultKind.BUSY:
         engine.busy_until = world.now + settings.busy_seconds
+        world.timers.add(engine.busy_until, TimerKind.ENGINE, engine)
         engine.probing = False
     else:
         engine.probing = False
@@ -211,6 +217,8 @@ def _interrupted(world: World, rollout: Rollout, attempt: Attempt, reason: Abort
         attempt.engine.note_fault(world.now, "no progress", world.config.executor)
         rollout.excluded.add(attempt.engine.engine_id)
         _fault(world, rollout, f"engine {attempt.engine.engine_id} made no progress")
+    elif reason is AbortReason.RECALL:
+        lifecycle.requeue(world, rollout, "recalled from the engine's queue", keep=True)
     elif reason in (AbortReason.PREEMPT, AbortReason.BUDGET):
         rollout.preemptions += 1
         lifecycle.requeue(world, rollout, f"interrupted ({reason.name.lower()})", keep=True)

@@ -37,7 +37,7 @@ def _check_engine(engine: Engine) -> None:
         permit.rollout_class is RolloutClass.CRITICAL and permit.task_type not in SHORT_TASKS for permit in permits
     )
     _same(f"{name} critical", engine.critical_used, critical)
-    assert engine.slots_used <= engine.facts.slots, f"{name} holds {engine.slots_used} of {engine.facts.slots} slots"
+    assert engine.slots_used <= engine.most_slots, f"{name} holds {engine.slots_used} of {engine.most_slots} slots"
     by_run: dict[str, int] = {}
     for permit in permits:
         by_run[permit.run_id] = by_run.get(permit.run_id, 0) + permit.kv_tokens

@@ -151,6 +151,35 @@ def kv_exceeded(run: Run, engine: Engine) -> bool:
     return engine.kv_by_run.get(run.run_id, 0) > engine_kv_limit(run, engine)
 
 
+def note_stalled(world: World, run: Run) -> bool:
+    """Find floors that hold no room now, because their work could not start in it: no engine of its pool takes work, the
+    trainer syncs, another ceiling is reached. True when that changed.
+    """
+    ledger = run.ledger
+    budget = ledger.budget
+    classes = {one for one in budget.classes if ledger.class_owed(one)}
+    tasks = {one for one in budget.tasks if ledger.task_owed(one)}
+    if classes or tasks:
+        for (pool, rollout_class, _), backlog in run.backlogs.items():
+            if backlog.count and _may_start(world, run, pool, rollout_class):
+                able = [one for one in TaskType if backlog.tasks[one] and ledger.task_open(one)]
+                tasks.difference_update(able)
+                if able:
+                    classes.discard(rollout_class)
+    before = (ledger.stalled_classes, ledger.stalled_tasks)
+    ledger.stalled_classes, ledger.stalled_tasks = frozenset(classes), frozenset(tasks)
+    return before != (ledger.stalled_classes, ledger.stalled_tasks)
+
+
+def _may_start(world: World, run: Run, pool: str, rollout_class: RolloutClass) -> bool:
+    """Whether work of this pool and class could start if there were room."""
+    return (
+        run_gate(world, run, rollout_class) is Gate.OPEN
+        and run.ledger.class_open(rollout_class)
+        and any(engine.is_open(world.now) and world.serves(engine, run, pool, {}) for engine in world.engines.values())
+    )
+
+
 # enforcement -----------------------------------------------------------------------------------------------------------
 
 

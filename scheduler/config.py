@@ -66,8 +66,8 @@ class PolicySettings:
     cold_start_diversity_weight: float = 0.2
     stable_diversity_weight: float = 0.1
     cold_start_batch_size: int = 8
-    cold_start_tail_fill: float = 0.25  # see placement: how full engines may be while only the critical tail runs
-    stable_tail_fill: float = 0.5
+    cold_start_tail_fill: float = 0.0  # see placement: how full engines may be while only the critical tail runs
+    stable_tail_fill: float = 0.25
     stable_lower_turn: int = 32  # every n-th dispatch may go to a lower class although critical work waits; cold: never
 
 

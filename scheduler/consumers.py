@@ -62,6 +62,8 @@ def attach(world: World, run: Run, event: AttachConsumer) -> Refusal | None:
                 world.end_stream(run, other.consumer_id, fence(run, other.epoch))
     consumer.epoch = event.epoch
     consumer.attached = True
+    world.timers.cancel(consumer.grace_timer)
+    consumer.grace_timer = None
     consumer.cursor = max(consumer.cursor, event.cursor)  # a server that restarted goes on where its consumer is
     consumer.closing = False
     for cursor in consumer.through(event.cursor):
@@ -83,7 +85,7 @@ def detach(world: World, run: Run, consumer_id: str) -> None:
     if run.settings.cancel_on_disconnect:
         if run.settings.disconnect_grace_seconds > 0.0:
             due = world.now + run.settings.disconnect_grace_seconds
-            world.timers.add(due, TimerKind.DISCONNECT, (run, consumer))
+            consumer.grace_timer = world.timers.add(due, TimerKind.DISCONNECT, (run, consumer))
         else:
             abandon(world, run, consumer)
     prune(run, consumer)
@@ -115,9 +117,9 @@ def end_if_drained(world: World, run: Run, consumer: Consumer) -> None:
 def acknowledge(world: World, run: Run, consumer: Consumer, event: AcknowledgeResults) -> None:
     """Forget acknowledged results; verdicts feed the valid count and the consumed mix."""
     for acknowledgement in event.acknowledgements:
-        _note_verdict(run, acknowledgement)
         cursor = consumer.by_rollout.get(acknowledgement.rollout_id)
         if cursor is not None:
+            _note_verdict(run, acknowledgement)
             _forget(world, run, consumer, cursor)
     for cursor in consumer.through(event.through_cursor):
         _forget(world, run, consumer, cursor)
@@ -130,8 +132,9 @@ def expire(world: World, run: Run) -> None:
     dropped = 0
     for consumer in list(run.consumers.values()):
         for cursor in consumer.older_than(world.now - ttl):
+            before = run.undelivered_results
             _forget(world, run, consumer, cursor)
-            dropped += 1
+            dropped += before - run.undelivered_results
         prune(run, consumer)
     if dropped:
         message = f"{dropped} results were dropped: not acknowledged within {ttl:.0f} s"
@@ -160,6 +163,7 @@ def _take_over(world: World, run: Run, consumer: Consumer, name: str) -> None:
         world.end_stream(
             run, name, Refusal(Code.ABORTED, "REPLACED", f"consumer {consumer.consumer_id!r} took over from {name!r}")
         )
+    world.timers.cancel(other.grace_timer)
     for rollout in run.rollouts.values():
         if rollout.consumer_id == name:
             rollout.consumer_id = consumer.consumer_id
@@ -202,9 +206,10 @@ def _forget(world: World, run: Run, consumer: Consumer, cursor: int) -> None:
         return
     group.unacknowledged -= 1
     if group.unacknowledged == 0 and group.notified:
-        event_cursor = consumer.by_group.get(group.group_id)
-        if event_cursor is not None:
-            _forget(world, run, consumer, event_cursor)
+        teller = run.consumers.get(group.consumer_id)
+        event_cursor = None if teller is None else teller.by_group.get(group.group_id)
+        if teller is not None and event_cursor is not None:
+            _forget(world, run, teller, event_cursor)
         run.groups.pop(group.group_id, None)
 
 

@@ -17,6 +17,7 @@ from rolloutd.scheduler.config import ExecutorSettings
 from rolloutd.scheduler.spec import EngineFacts
 
 if TYPE_CHECKING:
+    from rolloutd.scheduler.entry import Entry
     from rolloutd.scheduler.events import EngineLoad
     from rolloutd.scheduler.rollout import Attempt
 
@@ -45,11 +46,17 @@ class Engine:
         "kv_used_tokens",
         "last_error",
         "last_prefilled",
+        "limit",
         "lost",
         "predicted_cached_tokens",
         "prefill_tokens_per_second",
         "probing",
         "prompt_tokens",
+        "queue_prefilled_tokens",
+        "queue_since",
+        "raise_at",
+        "raise_seconds",
+        "most_slots",
         "ready",
         "removed",
         "reported_rollouts",
@@ -69,6 +76,7 @@ class Engine:
         self.kv_by_run: dict[str, int] = {}
         self.kv_used_tokens = 0
         self.kv_used_peak_tokens = 0
+        self.most_slots = facts.slots  # that can be used: more than `facts.slots` after it joined again with fewer
         self.ready = True
         self.lost = False
         self.draining = False
@@ -79,7 +87,12 @@ class Engine:
         self.faults_in_a_row = 0
         self.faults = 0
         self.last_error = ""
-        self.reserved_for: object | None = None  # an entry too large for any gap: keep this engine's room for it
+        self.limit: int | None = None  # rollouts it runs at a time, where it lets more than that wait
+        self.raise_at = 0.0
+        self.raise_seconds = 1.0  # pause before the limit is raised
+        self.queue_since: float | None = None  # it has let work wait since then, without prefilling any
+        self.queue_prefilled_tokens = 0
+        self.reserved_for: Entry | None = None  # an entry too large for any gap: keep this engine's room for it
         self.prefill_tokens_per_second = 0.0  # 0: not measured yet
         self.decode_seconds_per_token = 0.0
         self.last_prefilled = (0, 0.0)
@@ -125,9 +138,11 @@ class Engine:
     def free_slots(self, short: bool, reserved_short: int) -> int:
         """Slots that work of this kind may take; long work leaves `reserved_short` of them alone."""
         free = self.facts.slots - self.slots_used
-        if short or self.facts.slots < MIN_SLOTS_FOR_RESERVE:
+        if short:
             return free
-        return free - max(0, reserved_short - self.short_used)
+        if self.facts.slots >= MIN_SLOTS_FOR_RESERVE:
+            free -= max(0, reserved_short - self.short_used)
+        return free if self.limit is None else min(free, self.limit - self.slots_used)
 
     def fill(self) -> float:
         """How full the engine is in [0,1]: the fuller of slots and KV."""

@@ -9,7 +9,7 @@ What this module does not know: how engines are reached.
 
 from __future__ import annotations
 
-from rolloutd.scheduler import attempts, budgeting, lifecycle
+from rolloutd.scheduler import admission, attempts, budgeting, lifecycle
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.events import AttemptFailed, EngineLoad, EngineReadiness, JoinEngine, LoseEngine
 from rolloutd.scheduler.refusal import Refusal, invalid
@@ -25,6 +25,7 @@ def join(world: World, event: JoinEngine) -> Refusal | None:
         return refusal
     old = world.engines.get(facts.engine_id)
     if old is not None and old.facts.incarnation == facts.incarnation:
+        old.most_slots = max(facts.slots, old.slots_used)
         old.facts = facts
         old.lost = False
         old.ready = True
@@ -71,6 +72,7 @@ def load(world: World, event: EngineLoad) -> None:
     if engine is None:
         return
     engine.note_load(event)
+    admission.note_load(world, engine, event)
     if engine.lost:
         engine.lost = False
         world.dirty = True

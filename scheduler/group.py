@@ -16,7 +16,7 @@ class Group:
     def __init__(self, group_id: str, size: int, consumer_id: str) -> None:
         self.group_id = group_id
         self.size = size
-        self.consumer_id = consumer_id
+        self.consumer_id = consumer_id  # who opened it; once it has finished, who is told
         self.members: list[str] = []  # rollout ids in order of submission
         self.finished = 0
         self.failed: list[str] = []

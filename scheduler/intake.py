@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -27,8 +26,8 @@ from rolloutd.scheduler.refusal import Refusal, invalid
 from rolloutd.scheduler.rollout import Rollout
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.spec import TOKEN_BYTES, RolloutSpec
-from rolloutd.scheduler.states import Code, Outcome, RolloutState, TaskType
-from rolloutd.scheduler.world import World
+from rolloutd.scheduler.states import Code, Outcome, RolloutClass, RolloutState, TaskType
+from rolloutd.scheduler.world import World, largest
 
 MAX_SAMPLES = 4096
 MAX_ID_CHARS = 256
@@ -51,7 +50,7 @@ def member_ids(spec: RolloutSpec) -> list[str]:
 
 def prompt_hash(spec: RolloutSpec) -> str:
     content = spec.token_bytes if spec.text is None else spec.text.encode()
-    return hashlib.blake2b(content, digest_size=16).hexdigest()
+    return hashlib.sha256(content).hexdigest()
 
 
 def _submit_one(world: World, run: Run, consumer: Consumer, spec: RolloutSpec) -> Refusal | None:
@@ -69,8 +68,10 @@ def _submit_one(world: World, run: Run, consumer: Consumer, spec: RolloutSpec) -
             f"rollout_id: {spec.rollout_id!r} was delivered and acknowledged before",
         )
     if run.ended or world.shutting_down:
-        what = f"run {run.run_id!r} has ended" if run.ended else "the server is shutting down"
-        return Refusal(Code.UNAVAILABLE, "RUN_ENDED" if run.ended else "SHUTDOWN", f"{what}; nothing new is accepted")
+        if run.ended:
+            message = f"run {run.run_id!r} has ended; configure it again or use another run"
+            return Refusal(Code.FAILED_PRECONDITION, "RUN_ENDED", message)
+        return Refusal(Code.UNAVAILABLE, "SHUTDOWN", "the server is shutting down; nothing new is accepted")
     parent = spec.parent_rollout_id
     if parent and parent not in run.rollouts and parent not in run.delivered:
         return invalid("parent_rollout_id", f"{parent!r} is not known in run {run.run_id!r}; submit the parent first")
@@ -138,7 +139,7 @@ def _attach(world: World, run: Run, consumer: Consumer, spec: RolloutSpec, known
         )
     for rollout in known:
         world.deliver(run, consumer.consumer_id, 0, _accepted(world, rollout, attached=True))
-        if rollout.result is not None and rollout.consumer_id != consumer.consumer_id:
+        if rollout.result is not None:  # whoever asks again gets it again, outside the durable order
             world.deliver(run, consumer.consumer_id, 0, Finished(rollout.result))
     return None
 
@@ -172,8 +173,8 @@ def _check_pool(world: World, run: Run, spec: RolloutSpec) -> int | Refusal:
         return refusal
     max_new_tokens = spec.max_new_tokens
     if spec.text is None:
-        context = _largest(engine.facts.context_tokens for engine in engines)
-        longest_prompt = _largest(engine.facts.max_prompt_tokens for engine in engines)
+        context = largest(engine.facts.context_tokens for engine in engines)
+        longest_prompt = world.longest_prompt(run, spec.pool, spec.engine_labels)
         prompt = spec.prompt_tokens
         if (longest_prompt and prompt > longest_prompt) or (context and prompt >= context):
             limit = min(longest_prompt or context, context or longest_prompt)
@@ -187,12 +188,6 @@ def _check_pool(world: World, run: Run, spec: RolloutSpec) -> int | Refusal:
                 )
             max_new_tokens = context - prompt
     return _check_budget_level(run, spec, max_new_tokens, engines) or max_new_tokens
-
-
-def _largest(limits: Iterable[int]) -> int:
-    """The largest of the engines' limits, where 0 means that an engine has none or does not say."""
-    known = list(limits)
-    return max(known) if known and all(known) else 0
 
 
 def _check_vocabulary(spec: RolloutSpec, engines: list[Engine]) -> Refusal | None:
@@ -219,7 +214,7 @@ def _check_budget_level(run: Run, spec: RolloutSpec, max_new_tokens: int, engine
     """FAILED_PRECONDITION where it can never fit; a passing shortage (a zero, or a level that a lease will lift) waits."""
     page = min(engine.facts.page_tokens for engine in engines)
     needed = -(-(spec.prompt_tokens + max_new_tokens) // page) * page
-    capacity = _largest(engine.facts.kv_capacity_tokens for engine in engines)
+    capacity = largest(engine.facts.kv_capacity_tokens for engine in engines)
     if capacity and needed > capacity:
         return _too_small(needed, f"the largest engine of pool {spec.pool!r} has {capacity}")
     if run.lease_timer is not None:
@@ -227,7 +222,7 @@ def _check_budget_level(run: Run, spec: RolloutSpec, max_new_tokens: int, engine
     level = run.ledger.budget.max_kv_tokens
     if level and needed > level:
         return _too_small(needed, f"the run's budget is {level}: raise max_kv_tokens or ask for less")
-    memory = _largest(budgeting.engine_kv_limit(run, engine) for engine in engines) if capacity else 0
+    memory = largest(budgeting.engine_kv_limit(run, engine) for engine in engines) if capacity else 0
     if memory and needed > memory:
         return _too_small(
             needed, f"the run's memory budget leaves at most {memory} per engine: raise it or ask for less"
@@ -268,6 +263,8 @@ def _accept(world: World, run: Run, consumer: Consumer, spec: RolloutSpec, ids: 
         rollout = Rollout(run, rollout_id, spec, index, consumer.consumer_id, max_new_tokens, hash_, world.now)
         rollout.ttl_at = world.now + ttl
         rollout.story.append((world.now, f"accepted from {consumer.consumer_id!r}"))
+        if rollout.needed_by_step is not None and rollout.needed_by_step <= run.step:
+            rollout.rollout_class = RolloutClass.CRITICAL  # as if it had been here when the step was reported
         run.rollouts[rollout_id] = rollout
         run.unfinished += 1
         consumer.unfinished += 1

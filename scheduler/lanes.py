@@ -100,7 +100,7 @@ class Lane:
 
 
 class Backlog:
-    __slots__ = ("_affine", "_arrivals", "_lanes", "count", "held", "ready")
+    __slots__ = ("_affine", "_arrivals", "_lanes", "count", "held", "ready", "tasks")
 
     def __init__(self) -> None:
         self._lanes: dict[LaneKey, Lane] = {}
@@ -109,6 +109,7 @@ class Backlog:
         self.count = 0
         self.ready = 0
         self.held = 0
+        self.tasks = [0] * len(TaskType)  # entries by task type
 
     # membership --------------------------------------------------------------------------------------------------------
 
@@ -116,6 +117,7 @@ class Backlog:
         """Take an entry in, not ordered yet: `order` or `hold` must follow."""
         entry.backlog = self
         self.count += 1
+        self.tasks[entry.task_type] += 1
         self._arrivals.append(entry)
 
     def order(self, entry: Entry, sequence: int, tie: int, bonuses: Iterable[tuple[str, float]]) -> None:
@@ -143,6 +145,7 @@ class Backlog:
         entry.backlog = None
         entry.held_gate = Gate.OPEN
         self.count -= 1
+        self.tasks[entry.task_type] -= 1
 
     def forget_engine(self, engine: str) -> None:
         self._affine.pop(engine, None)

@@ -2,7 +2,8 @@
 
 Invariants
 - Counters are sums over the run's permits and queued rollouts; `check()` of the core re-derives them.
-- A ceiling is hard. A share binds only while somebody else of the run wants the room. A floor is lent while unused.
+- A ceiling is hard. A share binds only while somebody else of the run wants the room. A floor is lent while unused, and while
+  its work could not start whatever room it had (`stalled_*`, noted by `budgeting`).
 
 What this module does not know: engines' room, scores, who is next.
 """
@@ -18,12 +19,24 @@ NO_QUOTA = Quota()
 
 
 class Ledger:
-    __slots__ = ("budget", "class_queued", "class_running", "kv_tokens", "running", "task_queued", "task_running")
+    __slots__ = (
+        "budget",
+        "class_queued",
+        "class_running",
+        "kv_tokens",
+        "running",
+        "stalled_classes",
+        "stalled_tasks",
+        "task_queued",
+        "task_running",
+    )
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
         self.running = 0
         self.kv_tokens = 0
+        self.stalled_classes: frozenset[RolloutClass] = frozenset()  # below their floor, and room would not help them
+        self.stalled_tasks: frozenset[TaskType] = frozenset()
         self.class_running = [0] * len(RolloutClass)
         self.task_running = [0] * len(TaskType)
         self.class_queued = [0] * len(RolloutClass)
@@ -59,6 +72,15 @@ class Ledger:
         floor = self.budget.tasks.get(task_type, NO_QUOTA).floor_rollouts
         return max(0, min(floor - self.task_running[task_type], self.task_queued[task_type]))
 
+    def class_open(self, rollout_class: RolloutClass) -> bool:
+        """Whether the class is below its own ceiling."""
+        limit = self.budget.classes.get(rollout_class, NO_QUOTA).max_rollouts
+        return limit is None or self.class_running[rollout_class] < limit
+
+    def task_open(self, task_type: TaskType) -> bool:
+        limit = self.budget.tasks.get(task_type, NO_QUOTA).max_rollouts
+        return limit is None or self.task_running[task_type] < limit
+
     def gate(self, rollout_class: RolloutClass, task_type: TaskType, slots: int) -> Gate:
         """Whether the budget lets one more rollout of this class and task type run; KV is asked separately."""
         budget = self.budget
@@ -66,12 +88,12 @@ class Ledger:
             return Gate.CEILING_ROLLOUTS
         if not budget.classes and not budget.tasks:
             return Gate.OPEN
-        class_quota = budget.classes.get(rollout_class, NO_QUOTA)
-        if class_quota.max_rollouts is not None and self.class_running[rollout_class] >= class_quota.max_rollouts:
+        if not self.class_open(rollout_class):
             return Gate.CLASS_CEILING
-        task_quota = budget.tasks.get(task_type, NO_QUOTA)
-        if task_quota.max_rollouts is not None and self.task_running[task_type] >= task_quota.max_rollouts:
+        if not self.task_open(task_type):
             return Gate.TASK_CEILING
+        class_quota = budget.classes.get(rollout_class, NO_QUOTA)
+        task_quota = budget.tasks.get(task_type, NO_QUOTA)
         if self.class_owed(rollout_class) or self.task_owed(task_type):
             return Gate.OPEN
         return self._soft_gate(rollout_class, task_type, class_quota, task_quota, self.ceiling(slots))
@@ -80,8 +102,9 @@ class Ledger:
         self, rollout_class: RolloutClass, task_type: TaskType, class_quota: Quota, task_quota: Quota, ceiling: int
     ) -> Gate:
         """Shares and the floors of others; only reached by work above its own floors."""
-        owed = sum(self.class_owed(other) for other in self.budget.classes if other is not rollout_class)
-        owed = max(owed, sum(self.task_owed(other) for other in self.budget.tasks if other is not task_type))
+        classes = (one for one in self.budget.classes if one is not rollout_class and one not in self.stalled_classes)
+        tasks = (one for one in self.budget.tasks if one is not task_type and one not in self.stalled_tasks)
+        owed = max(sum(self.class_owed(one) for one in classes), sum(self.task_owed(one) for one in tasks))
         if 0 < owed and ceiling - self.running <= owed:
             return Gate.FLOOR_OWED
         over_class = class_quota.share and self.class_running[rollout_class] >= math.ceil(class_quota.share * ceiling)

@@ -14,7 +14,7 @@ import zlib
 
 import numpy as np
 
-from rolloutd.scheduler import queueing
+from rolloutd.scheduler import queueing, turns
 from rolloutd.scheduler.actions import Abort, Finished, GroupFinished
 from rolloutd.scheduler.group import Group
 from rolloutd.scheduler.refusal import Refusal
@@ -54,10 +54,27 @@ def requeue(world: World, rollout: Rollout, why: str, *, keep: bool = True) -> N
     if rollout.spec.text is not None and rollout.pieces and not rollout.pieces[0].prompt_token_bytes:
         rollout.pieces.clear()  # the engine never told the prompt's ids, so there is nothing to continue from
         rollout.pieces_by.clear()
+    spec = rollout.spec
+    longest = world.longest_prompt(rollout.run, spec.pool, spec.engine_labels)
+    if longest and spec.prompt_tokens + rollout.kept_tokens > longest:
+        rollout.pieces.clear()  # no engine takes so long a prompt, though one may have written it
+        rollout.pieces_by.clear()
     rollout.move(RolloutState.QUEUED, world.now, why)
     rollout.queued_at = world.now
     queueing.put(world, rollout)
     arm_timer(world, rollout)
+
+
+def cut_interrupted(rollout: Rollout, piece: Piece) -> None:
+    """The last token of an aborted attempt is written again by the next one: see `Piece.without_last_token`."""
+    if not rollout.pieces or rollout.pieces[-1] is not piece:
+        return
+    left = piece.without_last_token()
+    if left.token_bytes or left.prompt_logprob_bytes:
+        rollout.pieces[-1] = left
+    else:
+        rollout.pieces.pop()
+        rollout.pieces_by.pop()
 
 
 def arm_timer(world: World, rollout: Rollout) -> None:
@@ -86,7 +103,12 @@ def abort(world: World, rollout: Rollout, reason: AbortReason, why: str) -> None
     if attempt is None:
         raise AssertionError(f"{rollout.rollout_id} has no attempt to abort; story: {rollout.tell()}")
     if rollout.state is RolloutState.ABORTING:
-        if attempt.abort_reason in (AbortReason.PREEMPT, AbortReason.BUDGET, AbortReason.NO_PROGRESS):
+        if attempt.abort_reason in (
+            AbortReason.PREEMPT,
+            AbortReason.BUDGET,
+            AbortReason.NO_PROGRESS,
+            AbortReason.RECALL,
+        ):
             attempt.abort_reason = reason
         return
     rollout.move(RolloutState.ABORTING, world.now, why)
@@ -136,7 +158,7 @@ def change_class(world: World, rollout: Rollout, rollout_class: RolloutClass, wh
 
 
 def note_step(world: World, rollout: Rollout) -> None:
-    """Remember who becomes CRITICAL when the trainer reaches its step; promotes at once where it has been reached."""
+    """Remember who becomes CRITICAL when the trainer reaches its step."""
     run = rollout.run
     step = rollout.needed_by_step
     if step is None:
@@ -172,6 +194,7 @@ def close_attempt(world: World, attempt: Attempt, piece: Piece | None) -> None:
     attempt.engine.attempts.pop(attempt.attempt_id, None)
     rollout.attempt = None
     rollout.run.lengths.note_stopped(rollout.prompt_hash, rollout.task_type, rollout.rollout_id)
+    turns.settle(rollout.run, rollout.spec.pool, attempt.charged_tokens, _cost_tokens(attempt, piece))
     rollout.running_seconds += now - attempt.dispatched_at
     rollout.ttl_at += now - attempt.dispatched_at  # the limit is on waiting, and that was not waiting
     for entry in world.computing.end(attempt.stems):
@@ -181,6 +204,15 @@ def close_attempt(world: World, attempt: Attempt, piece: Piece | None) -> None:
         rollout.pieces.append(piece)
         rollout.pieces_by.append((attempt.engine.engine_id, attempt.number))
     world.dirty = True
+
+
+def _cost_tokens(attempt: Attempt, piece: Piece | None) -> int:
+    """Tokens an attempt made its engine compute: the uncached prompt, once the first token came, and the output."""
+    written = max(attempt.generated_tokens, 0 if piece is None else len(piece.token_bytes) // TOKEN_BYTES)
+    if attempt.first_token_at is None:
+        return written
+    prompt = len(attempt.token_bytes) // TOKEN_BYTES or (0 if piece is None else piece.prompt_tokens)
+    return written + max(0, prompt - attempt.cached_tokens)
 
 
 def finish(world: World, rollout: Rollout, outcome: Outcome, error: Refusal | None = None) -> None:
@@ -219,6 +251,7 @@ def _keep(world: World, run: Run, rollout: Rollout, result: RolloutResult) -> No
     _keep_event(world, run, rollout.consumer_id, Finished(result))
     group = rollout.group
     if group is not None and group.note_finished(rollout.rollout_id, result.outcome is Outcome.COMPLETED):
+        group.consumer_id = rollout.consumer_id
         _keep_event(world, run, rollout.consumer_id, group_event(group))
 
 
@@ -280,7 +313,9 @@ def _result(rollout: Rollout, outcome: Outcome, error: Refusal | None, now: floa
         logprob_bytes=logprobs if len(logprobs) == generated * 4 else b"",
         top_logprobs=tuple(row for piece in pieces for row in piece.top_logprobs),
         text="".join(piece.text for piece in pieces),
-        prompt_token_bytes=pieces[0].prompt_token_bytes if pieces else b"",
+        prompt_token_bytes=spec.token_bytes
+        if spec.return_prompt_tokens
+        else (pieces[0].prompt_token_bytes if pieces else b""),
         prompt_logprob_bytes=pieces[0].prompt_logprob_bytes if pieces else b"",
         finish_reason=finish_reason,
         matched_stop=last.matched_stop if last is not None else None,

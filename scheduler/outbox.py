@@ -11,9 +11,12 @@ What this module does not know: streams. The core emits a Deliver for every even
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from rolloutd.scheduler.actions import Finished, GroupFinished
+
+if TYPE_CHECKING:
+    from rolloutd.scheduler.timers import Timer
 
 GROUP_EVENT_BYTES = 256
 
@@ -35,6 +38,7 @@ class Consumer:
         "consumer_id",
         "cursor",
         "epoch",
+        "grace_timer",
         "kept",
         "size_bytes",
         "unfinished",
@@ -45,6 +49,7 @@ class Consumer:
         self.epoch = 0
         self.attached = False
         self.closing = False  # half-closed: ends when nothing is pending
+        self.grace_timer: Timer | None = None  # while it is gone and its work is to be cancelled
         self.cursor = 0
         self.kept: OrderedDict[int, Kept] = OrderedDict()
         self.by_rollout: dict[str, int] = {}

@@ -13,6 +13,8 @@ What this module does not know: what makes a gate close beyond asking (`budgetin
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 from rolloutd.scheduler import budgeting, preemption, queueing, turns
 from rolloutd.scheduler.actions import Dispatch
 from rolloutd.scheduler.engine import Engine
@@ -30,6 +32,8 @@ from rolloutd.scheduler.world import World
 
 MAX_ENGINES_PER_ENTRY = 4  # engines with a hit that are scored for one entry, beside the emptiest
 DEEP_HEADS_PER_LANE = 32  # entries looked at where the first ones wait for an engine or a prefix of their own
+LONG_HOLD_SECONDS = 5.0  # a slot that is held for less frees up soon enough for the first short rollout that comes
+TYPICAL_TOKEN_SECONDS = 0.02  # of one sequence in a full batch, before it was measured; on the slow side
 CHEAP_PREFILL = 0.05  # dearness never falls below this: among equals a cached prefix is still better than none
 
 
@@ -54,6 +58,8 @@ def schedule(world: World) -> None:
         return
     batch_id = world.batches + 1
     made = 0
+    for run in world.runs.values():
+        budgeting.note_stalled(world, run)
     for pool in sorted({engine.facts.pool for engine in world.engines.values()}):
         made += _fill(world, pool, batch_id, world.config.queue.max_batch_size - made)
     if made:
@@ -80,6 +86,8 @@ def _fill(world: World, pool: str, batch_id: int, limit: int) -> int:
         if gate is Gate.OPEN:
             made += 1
             per_run[run.run_id] = per_run.get(run.run_id, 0) + 1
+            if budgeting.note_stalled(world, run):
+                world.dirty = True  # room that was kept is free now, for work that this pass has passed by
         else:
             world.gates[gate] += 1
             blocked.add((run.run_id, turn.rollout_class, turn.short))
@@ -130,9 +138,10 @@ def _place(world: World, turn: turns.Turn, pool: str, batch_id: int) -> Gate:
         return closed
     choice = _Choice()
     seen: set[int] = set()
-    for heads in (HEADS_PER_LANE, DEEP_HEADS_PER_LANE):
-        deeper = False  # what was seen may not start for reasons of its own: look behind it
-        for entry in turn.backlog.candidates((engine.cache_key for engine in roomy), lane_bonus, tasks, heads):
+    owed = set() if run.ledger.class_owed(turn.rollout_class) else {one for one in tasks if run.ledger.task_owed(one)}
+    for entries in _looks(turn, roomy, lane_bonus, tasks, owed):
+        deeper = turn.overdue or bool(owed)  # what was seen may not start for reasons of its own: look behind it
+        for entry in entries:
             if entry.sequence in seen:
                 continue
             seen.add(entry.sequence)
@@ -152,6 +161,20 @@ def _place(world: World, turn: turns.Turn, pool: str, batch_id: int) -> Gate:
         return closed
     _dispatch(world, choice.entry, choice.engine, choice, batch_id)
     return Gate.OPEN
+
+
+def _looks(
+    turn: turns.Turn, roomy: list[Engine], lane_bonus: Callable[[str], float], tasks: set[TaskType], owed: set[TaskType]
+) -> Iterator[list[Entry]]:
+    """Entries to score, one look after the other: tasks below their floor, who is overdue, the heads, what is behind them."""
+    if owed:
+        yield turn.backlog.candidates([engine.cache_key for engine in roomy], lane_bonus, owed, HEADS_PER_LANE)
+    oldest = turn.backlog.oldest()
+    if turn.overdue and oldest is not None and not oldest.held and oldest.task_type in tasks:
+        yield [oldest]
+    keys = [engine.cache_key for engine in roomy]
+    for heads in (HEADS_PER_LANE, DEEP_HEADS_PER_LANE):
+        yield turn.backlog.candidates(keys, lane_bonus, tasks, heads)
 
 
 def reserved_short(world: World, run: Run) -> int:
@@ -250,41 +273,79 @@ def engine_gate(world: World, entry: Entry, engine: Engine) -> tuple[Gate, int]:
     run = entry.run
     facts = engine.facts
     rollout = entry.members[0]
-    if not world.serves(engine, run, entry.pool, entry.labels):
+    if not _could_serve(world, entry, engine):
         return Gate.NO_ENGINE, 0
+    if not entry.short and _takes_last_slots(world, engine, rollout):
+        return Gate.SHORT_RESERVED, 0
     if engine.engine_id in rollout.excluded and _another_serves(world, entry, rollout):
-        return Gate.NO_ENGINE, 0
-    if facts.context_tokens and entry.prompt_tokens + rollout.remaining_tokens > facts.context_tokens:
         return Gate.NO_ENGINE, 0
     settings = world.config.budget
     claim = entry.claim_tokens(facts.page_tokens, settings.headroom_tokens)
-    if run.reserved_for is not None and run.reserved_for is not entry:
+    if _kept_for_another(world, run.reserved_for, entry):
         return Gate.RESERVED_FOR_LARGE, claim
     gate = run.ledger.kv_gate(claim)
     if gate is not Gate.OPEN:
         return gate, claim
-    if engine.reserved_for is not None and engine.reserved_for is not entry:
+    if _kept_for_another(world, engine.reserved_for, entry):
         return Gate.RESERVED_FOR_LARGE, claim
     if facts.kv_capacity_tokens:
-        if engine.kv_by_run.get(run.run_id, 0) + claim > budgeting.engine_kv_limit(run, engine):
-            return Gate.ENGINE_KV_CEILING, claim
-        if engine.slots_used:  # an empty engine takes anything that passed admission
+        if engine.slots_used:  # an empty engine takes anything that could ever fit
             if engine.kv_claimed_tokens + claim > facts.kv_capacity_tokens:
                 return Gate.ENGINE_KV, claim
             pressed = engine.kv_claimed_tokens + claim > settings.kv_watermark * facts.kv_capacity_tokens
             if pressed and not entry.continuation:
                 return Gate.PRESSURE, claim
+        if engine.kv_by_run.get(run.run_id, 0) + claim > budgeting.engine_kv_limit(run, engine):
+            return Gate.ENGINE_KV_CEILING, claim
     if _spoils_tail(world, entry, engine):
         return Gate.CRITICAL_TAIL, claim
     return Gate.OPEN, claim
 
 
-def _another_serves(world: World, entry: Entry, rollout: Rollout) -> bool:
-    """Whether some engine that has not failed this rollout could take it; if none, the failed ones get another chance."""
-    return any(
-        engine.engine_id not in rollout.excluded and not engine.lost
-        for engine in world.pool_engines(entry.run, entry.pool, entry.labels)
+def _could_serve(world: World, entry: Entry, engine: Engine) -> bool:
+    """Whether this engine, when empty, could run the entry's first member to its end."""
+    facts = engine.facts
+    if not world.serves(engine, entry.run, entry.pool, entry.labels):
+        return False
+    if entry.text is not None:
+        return True  # its length is a guess before the engine tokenised it; the engine refuses what is too long
+    whole = entry.prompt_tokens + entry.members[0].remaining_tokens
+    pages = -(-whole // facts.page_tokens) * facts.page_tokens
+    return not (
+        (facts.context_tokens and whole > facts.context_tokens)
+        or (facts.max_prompt_tokens and entry.prompt_tokens > facts.max_prompt_tokens)
+        or (facts.kv_capacity_tokens and pages > facts.kv_capacity_tokens)
     )
+
+
+def _takes_last_slots(world: World, engine: Engine, rollout: Rollout) -> bool:
+    """Whether this rollout may hold one of the engine's last slots for so long that short work should find it free.
+
+    Short work that was seen lately has its slots anyway (`reserved_short`); the first of it must not wait for the end of a
+    long generation either.
+    """
+    seconds = rollout.remaining_tokens * (engine.decode_seconds_per_token or TYPICAL_TOKEN_SECONDS)
+    return seconds > LONG_HOLD_SECONDS and engine.free_slots(False, world.config.queue.reserved_short_slots) <= 0
+
+
+def _another_serves(world: World, entry: Entry, rollout: Rollout) -> bool:
+    """Whether some ready engine that has not failed this rollout could take it; if none, the others get another chance."""
+    return any(
+        engine.engine_id not in rollout.excluded
+        and engine.state(world.now) == "ready"
+        and _could_serve(world, entry, engine)
+        for engine in world.engines.values()
+    )
+
+
+def _kept_for_another(world: World, keeper: Entry | None, entry: Entry) -> bool:
+    """Whether room is kept for another entry that could use it now: a run that may not start keeps nobody out."""
+    if keeper is None or keeper is entry or keeper.held:
+        return False
+    run = keeper.run
+    if budgeting.run_gate(world, run, keeper.rollout_class) is not Gate.OPEN:
+        return False
+    return run.ledger.gate(keeper.rollout_class, keeper.task_type, world.run_slots(run)) is Gate.OPEN
 
 
 def _spoils_tail(world: World, entry: Entry, engine: Engine) -> bool:
@@ -312,7 +373,7 @@ def _note_blocked(world: World, entry: Entry, gate: Gate) -> None:
 
     Too large for an engine: one engine's room. Too large for the budget's gaps: the run's KV tokens.
     """
-    if gate not in (Gate.ENGINE_KV, Gate.PRESSURE, Gate.CEILING_KV):
+    if gate not in (Gate.ENGINE_KV, Gate.PRESSURE, Gate.ENGINE_KV_CEILING, Gate.CEILING_KV):
         return
     if entry.blocked_since is None:
         entry.blocked_since = world.now
@@ -324,13 +385,18 @@ def _note_blocked(world: World, entry: Entry, gate: Gate) -> None:
         waited = world.now - entry.blocked_since >= world.config.queue.large_reserve_seconds
         if waited and run.reserved_for is None and limit is not None and claim <= limit:
             run.reserved_for = entry
+            for engine in world.engines.values():
+                keeper = engine.reserved_for
+                if keeper is not None and keeper is not entry and keeper.run is run:
+                    engine.reserved_for = None  # or the two would keep each other out
     elif world.now - entry.blocked_since >= world.config.queue.large_reserve_seconds:
         engines = [
             engine
-            for engine in world.pool_engines(entry.run, entry.pool, entry.labels)
-            if engine.is_open(world.now) and engine.reserved_for is None
+            for engine in world.engines.values()
+            if engine.is_open(world.now) and _could_serve(world, entry, engine) and engine.reserved_for in (None, entry)
         ]
-        if engines and not any(engine.reserved_for is entry for engine in world.engines.values()):
+        if engines and not any(engine.reserved_for is entry for engine in engines):
+            queueing.release_reservations(world, entry)  # of an engine that is gone
             min(engines, key=lambda engine: engine.kv_claimed_tokens).reserved_for = entry
 
 
@@ -359,7 +425,8 @@ def _dispatch(world: World, entry: Entry, engine: Engine, choice: _Choice, batch
     entry.blocked_since = None
     rollout.move(RolloutState.DISPATCHED, world.now, f"to {engine.engine_id} in batch {batch_id}")
     arm_timer(world, rollout)
-    turns.charge(world, run, entry.pool, expected + entry.prompt_tokens - predicted, entry.short)
+    attempt.charged_tokens = expected + entry.prompt_tokens - predicted
+    turns.charge(run, entry.pool, attempt.charged_tokens, entry.short)
     run.mix.dispatched.add(entry.stratum)
     run.no_capacity_since = None
     world.dispatched_total += 1
@@ -416,7 +483,7 @@ def _hold_siblings(world: World, entry: Entry, leader: Attempt, predicted: int) 
     missing = len(leader.token_bytes) // TOKEN_BYTES - predicted
     if missing < max(settings.min_shared_tokens, leader.engine.facts.page_tokens + 1):
         return
-    queueing.hold(world, entry, Gate.HELD_FOR_LEADER, settings.leader_timeout_seconds)
+    queueing.hold(world, entry, Gate.HELD_FOR_LEADER, world.now + settings.leader_timeout_seconds)
     entry.leader_id = leader.attempt_id
     world.decide(
         DecisionKind.HELD,

@@ -1,7 +1,8 @@
 """Room for critical work that cannot be placed: interrupt BACKGROUND, then REUSABLE, within guards.
 
-Guards: a minimum run time, a maximum of preemptions per rollout, a cool-down between rounds of one pool, floors of the victims'
-classes, `on_preempt: NEVER`, and never the work of the current step. EVALUATION with a deadline preempts at once, without cool-down and minimum run time.
+Guards: a minimum run time, a maximum of preemptions per rollout, a cool-down between rounds of one pool, floors of the
+victims' classes, task types and runs, `on_preempt: NEVER`, and never the work of the current step. EVALUATION with a
+deadline preempts at once, without cool-down and minimum run time.
 
 Invariants
 - At most as many are interrupted as wait: victims on their way out count as room already made.

@@ -45,14 +45,14 @@ def put(world: World, rollout: Rollout) -> None:
         entry.continuation = continued or spec.turn > 0
         entry.deadline_at = rollout.deadline_at
         run.entries[key] = entry
+        if not run.waits_in(spec.pool):
+            turns.rejoin(world, run, spec.pool)
         _backlog(run, spec.pool, rollout.rollout_class, entry.short).add(entry)
         entry.members.append(rollout)
         order(world, entry)
     else:
         entry.members.append(rollout)
     rollout.entry = entry
-    if not run.ledger.queued:
-        turns.rejoin(world, run, spec.pool)
     run.ledger.enqueue(rollout.rollout_class, spec.task_type, 1)
     run.queued_bytes[rollout.rollout_class] += entry.size_bytes
     if entry.short:
@@ -85,12 +85,14 @@ def take(world: World, rollout: Rollout) -> Entry:
 
 
 def release_reservations(world: World, entry: Entry) -> None:
-    """The entry no longer waits for room that was kept for it."""
+    """The entry no longer waits for room that was kept for it; others may take what is left of it."""
     if entry.run.reserved_for is entry:
         entry.run.reserved_for = None
+        world.dirty = True
     for engine in world.engines.values():
         if engine.reserved_for is entry:
             engine.reserved_for = None
+            world.dirty = True
 
 
 def full_prompt(rollout: Rollout) -> tuple[bytes, str | None]:
@@ -126,14 +128,14 @@ def order(world: World, entry: Entry) -> None:
     world.dirty = True
 
 
-def hold(world: World, entry: Entry, gate: Gate, seconds: float) -> None:
-    """Keep an entry out of the lanes for at most `seconds`."""
+def hold(world: World, entry: Entry, gate: Gate, until: float) -> None:
+    """Keep an entry out of the lanes until that time (on the core's clock) at the latest."""
     backlog = entry.backlog
     if backlog is None:
         return
     backlog.hold(entry, world.next_sequence(), gate)
     world.timers.cancel(entry.hold_timer)
-    entry.hold_timer = world.timers.add(world.now + seconds, TimerKind.HOLD, entry)
+    entry.hold_timer = world.timers.add(until, TimerKind.HOLD, entry)
 
 
 def wake(world: World, entry: Entry) -> None:
@@ -145,15 +147,15 @@ def wake(world: World, entry: Entry) -> None:
 def hold_for_prefix(world: World, entry: Entry) -> bool:
     """Hold REUSABLE work whose prefix somebody else is computing, within its patience; true when it is held now."""
     settings = world.config.queue
-    patience = settings.max_defer_seconds - (world.now - entry.queued_at)
-    if entry.rollout_class is not RolloutClass.REUSABLE or patience <= 0.0 or entry.text is not None:
+    until = entry.queued_at + settings.max_defer_seconds
+    if entry.rollout_class is not RolloutClass.REUSABLE or until <= world.now or entry.text is not None:
         return False
     if not len(world.computing):
         return False
     stem = world.computing.longest(entry_stems(entry))
     if stem is None or stem[1] < max(entry.hits.values(), default=0) + settings.min_shared_tokens:
         return False
-    hold(world, entry, Gate.HELD_FOR_PREFIX, patience)
+    hold(world, entry, Gate.HELD_FOR_PREFIX, until)
     world.computing.wait(stem, entry)
     return True
 

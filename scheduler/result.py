@@ -8,10 +8,11 @@ Invariants
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rolloutd.scheduler.refusal import Refusal
+from rolloutd.scheduler.spec import TOKEN_BYTES
 from rolloutd.scheduler.states import Outcome, RolloutClass, TaskType
 
 
@@ -34,6 +35,27 @@ class Piece:
     prompt_logprob_bytes: bytes = b""
     version_spans: tuple[tuple[str, int, int], ...] = ()
     extras: Mapping[str, Any] = field(default_factory=dict)
+
+    def without_last_token(self) -> Piece:
+        """What an interrupted attempt hands to the next one.
+
+        An abort is looked at before end tokens and limits, so the last token of an aborted attempt may be one that would
+        have ended it, and nothing says so. It is cheap to write again: it has no KV yet. Text cannot be cut by tokens, so a
+        piece with text is given up as a whole.
+        """
+        kept = max(0, len(self.token_bytes) // TOKEN_BYTES - 1)
+        if self.text:
+            kept = 0
+        return replace(
+            self,
+            token_bytes=self.token_bytes[: kept * TOKEN_BYTES],
+            logprob_bytes=self.logprob_bytes[: kept * TOKEN_BYTES],
+            top_logprobs=self.top_logprobs[:kept],
+            text="",
+            version_spans=tuple(
+                (version, start, min(end, kept)) for version, start, end in self.version_spans if start < kept
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,7 @@ class Attempt:
         "attempt_id",
         "batch_id",
         "cached_tokens",
+        "charged_tokens",
         "dispatched_at",
         "engine",
         "first_token_at",
@@ -86,6 +87,7 @@ class Attempt:
         self.generated_tokens = 0
         self.cached_tokens = 0
         self.predicted_tokens = 0
+        self.charged_tokens = 0.0  # against its run's share of the pool
         self.abort_reason: AbortReason | None = None
         self.aborted_at = 0.0
         self.stems: tuple[tuple[str, int, int], ...] = ()  # prefixes this attempt is computing, see computing.py

@@ -3,8 +3,8 @@
 Invariants
 - `rollouts` holds every rollout from acceptance until its result was acknowledged or expired; `unfinished` of them have not
   ended. `delivered` remembers ids of acknowledged ones (bounded), so a late resubmission is not run again.
-- `virtual_tokens` per pool only grows, by expected tokens / fairness weight: whoever has the least goes next (weighted
-  deficit round robin in its virtual-time form).
+- `virtual_tokens` per pool grows by expected tokens / fairness weight, put right when the true cost is known: whoever has
+  the least goes next (weighted deficit round robin in its virtual-time form).
 
 What this module does not know: how its work is placed.
 """
@@ -114,6 +114,10 @@ class Run:
     @property
     def step(self) -> int:
         return self.report.step
+
+    def waits_in(self, pool: str) -> bool:
+        """Whether anything of this run is queued in a pool, held or not."""
+        return any(backlog.count for (its_pool, _, _), backlog in self.backlogs.items() if its_pool == pool)
 
     def remember_delivered(self, rollout_id: str) -> None:
         self.delivered[rollout_id] = None

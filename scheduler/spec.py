@@ -51,6 +51,7 @@ class RolloutSpec:
     top_logprobs: int = 0
     engine_params: Mapping[str, Any] = field(default_factory=dict)
     engine_labels: Mapping[str, str] = field(default_factory=dict)
+    return_prompt_tokens: bool = False  # the caller gave text that was tokenised before it came here
 
     @property
     def prompt_tokens(self) -> int:

@@ -154,6 +154,7 @@ class AbortReason(enum.IntEnum):
     NO_PROGRESS = 4
     RUN_ENDED = 5
     SHUTDOWN = 6
+    RECALL = 7  # it waits in an engine's own queue
 
 
 class Gate(enum.IntEnum):

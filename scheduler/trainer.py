@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from rolloutd.scheduler import lifecycle, queueing
+from rolloutd.scheduler import budgeting, lifecycle, queueing
 from rolloutd.scheduler.mix import Mix
 from rolloutd.scheduler.refusal import Refusal, invalid
 from rolloutd.scheduler.rollout import Rollout
@@ -49,12 +49,18 @@ def report_step(world: World, run: Run, report: StepReport) -> Refusal | None:
         promoted = lifecycle.promote_through(world, run, report.step)
         if promoted:
             world.record("info", "promoted", run=run.run_id, step=report.step, rollouts=promoted)
+            budgeting.enforce(world, run)  # running work changed its class, and classes have ceilings
     world.dirty = True
     return None
 
 
 def update(world: World, run: Run, updates: tuple[RolloutUpdate, ...]) -> Refusal | None:
     """Apply each update that names an unfinished rollout; unknown and finished ones are ignored (they may just have ended)."""
+    for one in updates:
+        seconds = one.deadline_seconds
+        if seconds is not None and not (math.isfinite(seconds) and seconds >= 0.0):
+            problem = f"is {seconds} for {one.rollout_id!r}; must be a finite number of seconds from now, 0 for none"
+            return invalid("deadline_seconds", problem)
     for one in updates:
         rollout = run.rollouts.get(one.rollout_id)
         if rollout is None or rollout.state is RolloutState.FINISHED:
@@ -65,6 +71,7 @@ def update(world: World, run: Run, updates: tuple[RolloutUpdate, ...]) -> Refusa
             _set_step(world, rollout, one.needed_by_step)
         if one.rollout_class is not None:
             lifecycle.change_class(world, rollout, one.rollout_class, "updated by the trainer")
+    budgeting.enforce(world, run)  # running work may have changed its class, and classes have ceilings
     return None
 
 
@@ -79,12 +86,14 @@ def _set_deadline(world: World, rollout: Rollout, seconds: float) -> None:
     rollout.deadline_at = world.now + seconds if seconds > 0.0 else None
     lifecycle.arm_timer(world, rollout)
     entry = rollout.entry
-    if entry is not None and entry.backlog is not None and not entry.held:
-        entry.backlog.hold(
-            entry, world.next_sequence(), Gate.HELD_FOR_PREFIX
-        )  # leave the old lane before the key changes
-        entry.deadline_at = rollout.deadline_at
-        queueing.order(world, entry)
+    if entry is None or entry.backlog is None:
+        return
+    if entry.held:
+        entry.deadline_at = rollout.deadline_at  # its lane is chosen when the hold ends
+        return
+    entry.backlog.hold(entry, world.next_sequence(), Gate.HELD_FOR_PREFIX)  # leave the old lane before the key changes
+    entry.deadline_at = rollout.deadline_at
+    queueing.order(world, entry)
 
 
 def _set_step(world: World, rollout: Rollout, step: int) -> None:

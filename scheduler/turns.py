@@ -2,8 +2,8 @@
 
     runs: below their floor first, then the least virtual tokens (expected tokens / fairness weight)
     kind: short and long work alternate by quantum while both wait
-    class: below a floor first; every `overdue_turn`-th dispatch to work that waits past `overdue_seconds`; every n-th to a
-           lower class in the STABLE phase while the trainer does not wait; else CRITICAL, REUSABLE, BACKGROUND
+    class: below a floor first; every `overdue_turn`-th dispatch to the one that waits longest, past `overdue_seconds`; every
+           n-th to a lower class in the STABLE phase while the trainer does not wait; else CRITICAL, REUSABLE, BACKGROUND
 
 Invariants
 - Every queued class gets its turn: floors, overdue turns and quanta do not depend on scores (property P5).
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from rolloutd.scheduler.lanes import Backlog
 from rolloutd.scheduler.run import Run
-from rolloutd.scheduler.states import SHORT_TASKS, RolloutClass, TaskType
+from rolloutd.scheduler.states import RolloutClass
 from rolloutd.scheduler.world import World
 
 
@@ -27,6 +27,7 @@ class Turn(NamedTuple):
     rollout_class: RolloutClass
     short: bool
     backlog: Backlog
+    overdue: bool = False  # for the one that waits longest, whatever its score
 
 
 def next_turn(world: World, pool: str, blocked: set[tuple[str, RolloutClass, bool]]) -> Turn | None:
@@ -43,18 +44,9 @@ def next_turn(world: World, pool: str, blocked: set[tuple[str, RolloutClass, boo
     return _class_turn(world, run, _kind_turn(world, run, turns))
 
 
-def charge(world: World, run: Run, pool: str, expected_tokens: float, short: bool) -> None:
+def charge(run: Run, pool: str, expected_tokens: float, short: bool) -> None:
     """A turn was used: advance the run's virtual time and its counters."""
-    floor = min(
-        (
-            other.virtual_tokens[pool]
-            for other in world.runs.values()
-            if other.ledger.queued and pool in other.virtual_tokens
-        ),
-        default=0.0,
-    )
-    start = max(run.virtual_tokens.get(pool, 0.0), floor if pool not in run.virtual_tokens else 0.0)
-    run.virtual_tokens[pool] = start + expected_tokens / run.settings.fairness_weight
+    run.virtual_tokens[pool] = run.virtual_tokens.get(pool, 0.0) + expected_tokens / run.settings.fairness_weight
     run.dispatches += 1
     if short:
         run.kind_streak = max(1, run.kind_streak + 1)
@@ -64,19 +56,20 @@ def charge(world: World, run: Run, pool: str, expected_tokens: float, short: boo
 
 def settle(run: Run, pool: str, expected_tokens: float, actual_tokens: float) -> None:
     """The true cost is known now."""
-    if pool in run.virtual_tokens:
-        run.virtual_tokens[pool] += (actual_tokens - expected_tokens) / run.settings.fairness_weight
+    run.virtual_tokens[pool] += (actual_tokens - expected_tokens) / run.settings.fairness_weight
 
 
 def rejoin(world: World, run: Run, pool: str) -> None:
-    """A run that had nothing queued comes back: it may not use up the time it was away at once."""
-    others = [
-        other.virtual_tokens[pool]
-        for other in world.runs.values()
-        if other is not run and other.ledger.queued and pool in other.virtual_tokens
-    ]
-    if others:
-        run.virtual_tokens[pool] = max(run.virtual_tokens.get(pool, 0.0), min(others))
+    """A run that had nothing queued in a pool comes back: it may not use up the time it was away at once.
+
+    It starts level with the least of those who are there; where nobody is, with the most of all, so that whoever comes
+    next finds it level.
+    """
+    running = {run_id for engine in world.engines.values() if engine.facts.pool == pool for run_id in engine.kv_by_run}
+    others = [other for other in world.runs.values() if other is not run and pool in other.virtual_tokens]
+    present = [other.virtual_tokens[pool] for other in others if other.run_id in running or other.waits_in(pool)]
+    base = min(present) if present else max((other.virtual_tokens[pool] for other in others), default=0.0)
+    run.virtual_tokens[pool] = max(run.virtual_tokens.get(pool, 0.0), base)
 
 
 def _run_order(run: Run, pool: str) -> tuple[bool, float, str]:
@@ -96,8 +89,6 @@ def _kind_turn(world: World, run: Run, turns: list[Turn]) -> list[Turn]:
 
 
 def _class_turn(world: World, run: Run, turns: list[Turn]) -> Turn:
-    if len(turns) == 1:
-        return turns[0]
     turns = sorted(turns, key=lambda turn: (turn.rollout_class, not turn.short))
     owed = [turn for turn in turns if _owed(run, turn)]
     if owed:
@@ -106,7 +97,7 @@ def _class_turn(world: World, run: Run, turns: list[Turn]) -> Turn:
     if run.dispatches % settings.overdue_turn == settings.overdue_turn - 1:
         overdue = [turn for turn in turns if _waited(world, turn) > settings.overdue_seconds]
         if overdue:
-            return max(overdue, key=lambda turn: _waited(world, turn))
+            return max(overdue, key=lambda turn: _waited(world, turn))._replace(overdue=True)
     every = lower_turn(world, run)
     if every and run.dispatches % every == every - 1:
         lower = [turn for turn in turns if turn.rollout_class is not turns[0].rollout_class]
@@ -126,8 +117,7 @@ def _owed(run: Run, turn: Turn) -> bool:
     ledger = run.ledger
     if ledger.class_owed(turn.rollout_class):
         return True
-    tasks = SHORT_TASKS if turn.short else frozenset(TaskType) - SHORT_TASKS
-    return any(ledger.task_owed(task) for task in tasks)
+    return any(turn.backlog.tasks[task] and ledger.task_owed(task) for task in ledger.budget.tasks)
 
 
 def _waited(world: World, turn: Turn) -> float:

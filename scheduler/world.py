@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rolloutd.scheduler.actions import Action, Deliver, EndStream, Notice, NoticeKind, Record
@@ -29,6 +29,12 @@ from rolloutd.scheduler.spec import RunSettings
 from rolloutd.scheduler.states import Code, Gate
 from rolloutd.scheduler.timers import Timers
 from rolloutd.scheduler.views import Candidate, Decision, DecisionKind
+
+
+def largest(limits: Iterable[int]) -> int:
+    """The largest of several engines' limits, where 0 means that an engine has none or does not say."""
+    known = list(limits)
+    return max(known) if known and all(known) else 0
 
 
 class World:
@@ -127,6 +133,10 @@ class World:
 
     def pool_engines(self, run: Run, pool: str, labels: Mapping[str, str]) -> list[Engine]:
         return [engine for engine in self.engines.values() if self.serves(engine, run, pool, labels)]
+
+    def longest_prompt(self, run: Run, pool: str, labels: Mapping[str, str]) -> int:
+        """Tokens of the longest prompt that some engine of the pool takes; 0 where one has no limit or does not say."""
+        return largest(engine.facts.max_prompt_tokens for engine in self.pool_engines(run, pool, labels))
 
     def run_slots(self, run: Run) -> int:
         """Slots of all engines that may serve this run: what shares and ceilings are measured against."""

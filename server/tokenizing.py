@@ -50,4 +50,5 @@ class Tokenizers:
         tokenizer, text = self._by_pool[spec.pool], spec.text
         assert text is not None
         encoding = await asyncio.to_thread(tokenizer.encode, text)
-        return dataclasses.replace(spec, text=None, token_bytes=array("I", encoding.ids).tobytes())
+        token_bytes = array("I", encoding.ids).tobytes()
+        return dataclasses.replace(spec, text=None, token_bytes=token_bytes, return_prompt_tokens=True)

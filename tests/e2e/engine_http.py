@@ -43,9 +43,7 @@ class Alone:
         if not len(different):
             return False
         first = int(different[0])
-        assert self.leads[first] < NEAR_TIE, (
-            f"differs from token {first} on, where the best led by {self.leads[first]}"
-        )
+        assert self.leads[first] < NEAR_TIE, f"differs from token {first} on, where the best led by {self.leads[first]}"
         return True
 
 

@@ -114,14 +114,15 @@ def test_one_end_at_every_point_of_a_life(
     bench.tick()
     was_live = "a" in bench.live
     if was_live:
-        {
+        words: dict[str, Callable[[], object]] = {
             "aborted": lambda: bench.stopped("a", 3),
             "finished": lambda: bench.finish("a", 4),
             "broken": lambda: bench.fail("a", FaultKind.BROKEN, 3),
             "silent": lambda: bench.fail("a", FaultKind.SILENT),
             "unanswered": lambda: None,
             "restarted": lambda: bench.do(JoinEngine(engine(slots=2, incarnation="2"))),
-        }[last_word]()
+        }
+        words[last_word]()
     bench.pass_time(15.0)  # past the abort timeout
     result = bench.its_run().rollouts["a"].result if "a" in bench.its_run().rollouts else bench.result("a")
     assert result is not None

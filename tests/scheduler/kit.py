@@ -59,7 +59,16 @@ from rolloutd.scheduler.spec import (
     RunSettings,
     StepReport,
 )
-from rolloutd.scheduler.states import FaultKind, Gate, Outcome, RolloutClass, RolloutState, TaskType, TrainerState
+from rolloutd.scheduler.states import (
+    AbortReason,
+    FaultKind,
+    Gate,
+    Outcome,
+    RolloutClass,
+    RolloutState,
+    TaskType,
+    TrainerState,
+)
 from rolloutd.scheduler.views import RolloutView, RunView
 
 RUN = "run"
@@ -68,6 +77,8 @@ FIRST_TOKEN = 1000  # the first token any engine writes; the next is one more, a
 MAX_PASSES = 1000  # ticks in a row without time passing before the bench calls it a live-lock
 
 CRITICAL, REUSABLE, BACKGROUND = RolloutClass.CRITICAL, RolloutClass.REUSABLE, RolloutClass.BACKGROUND
+
+INTERRUPTIONS = frozenset({AbortReason.PREEMPT, AbortReason.BUDGET, AbortReason.NO_PROGRESS})
 
 Kind = TypeVar("Kind")
 
@@ -83,7 +94,7 @@ def unpack(token_bytes: bytes) -> list[int]:
 
 def prompt(name: str, tokens: int = 8) -> bytes:
     """A prompt that shares nothing with prompts of other names."""
-    return ids([zlib.crc32(name.encode()) % 900 + 1] * tokens)
+    return ids([zlib.crc32(name.encode()) % 99_000 + 1] * tokens)
 
 
 def spec(rollout_id: str, tokens: int = 8, rollout_class: RolloutClass | None = CRITICAL, **fields: Any) -> RolloutSpec:
@@ -218,8 +229,15 @@ class Bench:
         self.do(AttemptEnded(one.attempt_id, self.piece(rollout_id, tokens, reason)))
 
     def stopped(self, rollout_id: str, tokens: int = 0) -> None:
-        """The engine did what an abort asked for, after `tokens` tokens."""
-        self.finish(rollout_id, tokens, "abort")
+        """The engine did what an abort asked for, after `tokens` tokens that count.
+
+        Where the rollout goes on elsewhere it has written one more: the last token of an interrupted attempt is given up.
+        """
+        one = self.live[rollout_id]
+        world = self.core._world
+        goes_on = world.attempts[one.attempt_id].abort_reason in INTERRUPTIONS and not world.shutting_down
+        given_up = 1 if tokens and goes_on and tokens < one.max_new_tokens else 0
+        self.finish(rollout_id, tokens + given_up, "abort")
 
     def stop_aborted(self, tokens: int = 0) -> list[str]:
         """Every attempt that was asked to stop does; returns their rollouts."""

@@ -136,7 +136,7 @@ class SubmitRolloutRequest(_message.Message):
 
     @_builtins.property
     def submissions(self) -> _containers.RepeatedCompositeFieldContainer[_rollout_pb2.RolloutSubmission]:
-        """New rollouts. Each is answered by one Accepted or Rejected per submission."""
+        """New rollouts. Each is answered by one Rejected, or by one Accepted per rollout (so `samples` of them)."""
 
     @_builtins.property
     def updates(self) -> _containers.RepeatedCompositeFieldContainer[_rollout_pb2.RolloutUpdate]:

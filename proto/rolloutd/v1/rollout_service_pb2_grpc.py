@@ -120,7 +120,7 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListRollouts(self, request, context):
-        """Rollouts of a run that the server still knows, oldest first, without their results.
+        """Rollouts of a run that the server still knows, ordered by id, without their results.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

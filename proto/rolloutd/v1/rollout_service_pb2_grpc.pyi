@@ -55,7 +55,7 @@ class RolloutServiceStub:
     GetRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.GetRolloutRequest, _rollout_service_pb2.GetRolloutResponse]
     """One rollout: where it is, and its result once it has ended and as long as it is kept. NOT_FOUND after that."""
     ListRollouts: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ListRolloutsRequest, _rollout_service_pb2.ListRolloutsResponse]
-    """Rollouts of a run that the server still knows, oldest first, without their results."""
+    """Rollouts of a run that the server still knows, ordered by id, without their results."""
     ExplainRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ExplainRolloutRequest, _rollout_service_pb2.ExplainRolloutResponse]
     """Why a rollout is where it is: its decisions and its story."""
 
@@ -86,7 +86,7 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     GetRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.GetRolloutRequest, _rollout_service_pb2.GetRolloutResponse]  # type: ignore[assignment]
     """One rollout: where it is, and its result once it has ended and as long as it is kept. NOT_FOUND after that."""
     ListRollouts: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ListRolloutsRequest, _rollout_service_pb2.ListRolloutsResponse]  # type: ignore[assignment]
-    """Rollouts of a run that the server still knows, oldest first, without their results."""
+    """Rollouts of a run that the server still knows, ordered by id, without their results."""
     ExplainRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ExplainRolloutRequest, _rollout_service_pb2.ExplainRolloutResponse]  # type: ignore[assignment]
     """Why a rollout is where it is: its decisions and its story."""
 
@@ -150,7 +150,7 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.ListRolloutsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.ListRolloutsResponse, _abc.Awaitable[_rollout_service_pb2.ListRolloutsResponse]]:
-        """Rollouts of a run that the server still knows, oldest first, without their results."""
+        """Rollouts of a run that the server still knows, ordered by id, without their results."""
 
     @_abc_1.abstractmethod
     def ExplainRollout(

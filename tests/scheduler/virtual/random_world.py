@@ -115,7 +115,7 @@ class Consumer:
             return
         rng = self.world.rng
         names = [name for name in self.pending.values() if name is not None]
-        if rng.random() < 0.5:
+        if rng.random() < 0.5 or len(names) < len(self.pending):  # the end of a group has no name but its cursor
             self.world.auditor.acknowledged.update((self.run_id, name) for name in names)
             event = AcknowledgeResults(self.run_id, self.consumer_id, through_cursor=max(self.pending))
         else:
@@ -126,7 +126,9 @@ class Consumer:
 
 
 class RandomWorld:
-    def __init__(self, seed: int, *, check_every: int = 8, observe: Callable[[Event, list[Action]], None] | None = None):
+    def __init__(
+        self, seed: int, *, check_every: int = 8, observe: Callable[[Event, list[Action]], None] | None = None
+    ):
         self.rng = rng = random.Random(seed)
         self.seed = seed
         self.config = self._settings()
@@ -145,10 +147,12 @@ class RandomWorld:
         self.engines = [self._engine(number) for number in range(rng.randint(1, 4))]
         self.runs = [f"run-{number}" for number in range(rng.choice([1, 1, 2]))]
         self.consumers = [
-            Consumer(self, run_id, f"trainer-{number}") for run_id in self.runs for number in range(rng.choice([1, 1, 2]))
+            Consumer(self, run_id, f"trainer-{number}")
+            for run_id in self.runs
+            for number in range(rng.choice([1, 1, 2]))
         ]
-        self.horizon_seconds = rng.uniform(3.0, 15.0)
-        self.rollouts = rng.randint(5, 40)
+        self.horizon_seconds = rng.uniform(3.0, 12.0)
+        self.rollouts = rng.randint(5, 32)
         self.submitted: list[tuple[str, str]] = []  # (run id, rollout id)
         self.steps = dict.fromkeys(self.runs, 0)
         self.stems = [self._tokens(rng.randint(8, 48)) for _ in range(3)]
@@ -177,7 +181,9 @@ class RandomWorld:
                 max_strata=rng.choice([2, 64]),
             ),
             preempt=PreemptSettings(
-                enabled=rng.random() < 0.8, min_run_seconds=rng.choice([0.0, 0.5]), cool_down_seconds=rng.choice([0.0, 0.2])
+                enabled=rng.random() < 0.8,
+                min_run_seconds=rng.choice([0.0, 0.5]),
+                cool_down_seconds=rng.choice([0.0, 0.2]),
             ),
             policy=PolicySettings(
                 cold_start_steps=rng.choice([0, 2, 200]),
@@ -217,7 +223,9 @@ class RandomWorld:
             stream_interval=rng.choice([1, 8, 32]),
             max_queued=rng.choice([None, None, 2]),
             timing=TimingModel(
-                curve=rng.choice(["flat", "steep"]), prefill_tokens_per_second=rng.choice([400.0, 20_000.0]), slowdown=self.slowdown
+                curve=rng.choice(["flat", "steep"]),
+                prefill_tokens_per_second=rng.choice([400.0, 20_000.0]),
+                slowdown=self.slowdown,
             ),
             model=MODEL,
         )
@@ -254,7 +262,16 @@ class RandomWorld:
         moments += [0.0] * rng.randint(0, 4)  # a burst at the start
         for moment in moments:
             self.simulation.at(moment, self._submit)
-        acts = [self._budget, self._budget, self._report, self._cancel, self._update, self._consumer, self._run, self._engine_fault]
+        acts = [
+            self._budget,
+            self._budget,
+            self._report,
+            self._cancel,
+            self._update,
+            self._consumer,
+            self._run,
+            self._engine_fault,
+        ]
         for _ in range(rng.randint(2, 24)):
             self.simulation.at(rng.uniform(0.0, self.horizon_seconds), rng.choice(acts))
         self.simulation.run(self.horizon_seconds)
@@ -263,8 +280,14 @@ class RandomWorld:
         self.simulation.run(deadline, stop=self._settled)
         assert self._settled(), "\n".join(
             [f"still there {deadline - self.horizon_seconds:.0f} s after everything healed:"]
-            + [f"{one.rollout.rollout_id}: {one.rollout.state.name}; {one.rollout.tell()}" for one in self.auditor.unfinished()]
-            + [f"undelivered: {self.simulation.scheduler.statistics().undelivered_results}"]
+            + [
+                f"{one.rollout.rollout_id}: {one.rollout.state.name}; {one.rollout.tell()}"
+                for one in self.auditor.unfinished()
+            ]
+            + [
+                f"undelivered bytes: {run.undelivered_bytes}, groups: {list(run.groups)}"
+                for run in self.auditor.world.runs.values()
+            ]
         )
         self.auditor.check_quiet()
         self.auditor.counts["schedules"] += 1
@@ -272,9 +295,10 @@ class RandomWorld:
         return self.auditor.counts
 
     def _settled(self) -> bool:
-        figures = self.simulation.scheduler.statistics()
-        quiet = not figures.undelivered_results and not figures.undelivered_bytes and not figures.attempts
-        return quiet and not self.auditor.unfinished() and not any(run.groups for run in self.auditor.world.runs.values())
+        world = self.auditor.world
+        if world.attempts or any(run.unfinished or run.undelivered_bytes or run.groups for run in world.runs.values()):
+            return False
+        return not self.auditor.unfinished()
 
     def _bound_seconds(self) -> float:
         """After the healing, n rollouts one after the other, each as slow as the slowest engine and as often as its attempts
@@ -284,8 +308,12 @@ class RandomWorld:
         token_seconds = 0.04 * self.slowdown  # of either curve with 8 running
         once = LONGEST_OUTPUT * token_seconds + (LONGEST_PROMPT + LONGEST_OUTPUT) / 400.0 * self.slowdown
         tries = config.executor.max_attempts + config.preempt.max_per_rollout + 1
-        waits = config.queue.large_reserve_seconds + config.queue.max_defer_seconds + config.queue.leader_timeout_seconds
-        pending = config.executor.timeout_seconds + config.executor.abort_seconds + config.executor.breaker_seconds + 10.0
+        waits = (
+            config.queue.large_reserve_seconds + config.queue.max_defer_seconds + config.queue.leader_timeout_seconds
+        )
+        pending = (
+            config.executor.timeout_seconds + config.executor.abort_seconds + config.executor.breaker_seconds + 10.0
+        )
         return pending + (len(self.auditor.unfinished()) + 1) * (tries * once + waits)
 
     def _heal(self) -> None:
@@ -311,7 +339,12 @@ class RandomWorld:
         """Small, yet everything that was accepted fits it one at a time."""
         enough = -(-(LONGEST_PROMPT + LONGEST_OUTPUT) // LARGEST_PAGE) * LARGEST_PAGE
         return self.rng.choice(
-            [Budget(), Budget(max_rollouts=1), Budget(max_rollouts=2, max_kv_tokens=enough), Budget(max_kv_tokens=enough)]
+            [
+                Budget(),
+                Budget(max_rollouts=1),
+                Budget(max_rollouts=2, max_kv_tokens=enough),
+                Budget(max_kv_tokens=enough),
+            ]
         )
 
     # acts --------------------------------------------------------------------------------------------------------------
@@ -449,7 +482,9 @@ class RandomWorld:
             return
         others = [other for other in self.consumers if other.run_id == consumer.run_id and other is not consumer]
         taken = others[0] if others and rng.random() < 0.4 else None
-        if taken is not None:  # its stream is ended by the server, and what it had not acknowledged is not its own any more
+        if (
+            taken is not None
+        ):  # its stream is ended by the server, and what it had not acknowledged is not its own any more
             self.simulation.connect(taken.run_id, taken.consumer_id, None)
             taken.connected = False
             taken.pending.clear()
@@ -464,7 +499,9 @@ class RandomWorld:
             self.simulation.at(self.simulation.now + rng.uniform(0.1, 3.0), lambda: self._ignore(ResumeRun(run_id)))
         elif kind < 0.9:
             settings = RunSettings(
-                weights=Weights(prefix=rng.choice([None, 0.0, 2.0]), waiting=rng.choice([None, 0.0]), cost=rng.choice([None, 3.0])),
+                weights=Weights(
+                    prefix=rng.choice([None, 0.0, 2.0]), waiting=rng.choice([None, 0.0]), cost=rng.choice([None, 3.0])
+                ),
                 fairness_weight=rng.choice([0.5, 1.0, 4.0]),
                 floor_rollouts=rng.choice([0, 1, 3]),
                 default_class=rng.choice(list(RolloutClass)),
@@ -488,7 +525,21 @@ class RandomWorld:
         now = self.simulation.now
         later = now + rng.uniform(0.2, 6.0)
         kind = rng.choice(
-            ["crash", "crash", "hang", "busy", "slow", "deaf", "lossy", "echo", "refuse", "drain", "remove", "lose", "unready"]
+            [
+                "crash",
+                "crash",
+                "hang",
+                "busy",
+                "slow",
+                "deaf",
+                "lossy",
+                "echo",
+                "refuse",
+                "drain",
+                "remove",
+                "lose",
+                "unready",
+            ]
         )
         self.auditor.counts[f"fault {kind}"] += 1
         heal = True

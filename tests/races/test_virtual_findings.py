@@ -1,0 +1,187 @@
+"""What random schedules in virtual time found, each as the shortest list of events that shows it."""
+
+from __future__ import annotations
+
+from rolloutd.scheduler.events import AttemptEnded, LoseEngine, UpdateRollouts
+from rolloutd.scheduler.result import Piece
+from rolloutd.scheduler.spec import Quota, RolloutUpdate
+from rolloutd.scheduler.states import Outcome, TaskType, TrainerState
+from tests.scheduler.kit import (
+    BACKGROUND,
+    CRITICAL,
+    FIRST_TOKEN,
+    REUSABLE,
+    RUN,
+    Bench,
+    config,
+    engine,
+    ids,
+    prompt,
+    spec,
+    specs,
+)
+
+REPLAY = TaskType.REPLAY
+
+
+def test_an_end_token_in_an_aborted_piece_is_written_again() -> None:
+    """An engine looks at an abort before end tokens, so the last token of the piece may be one that nothing may follow."""
+    bench = Bench(engine(slots=1))
+    bench.run(spec("a", rollout_class=BACKGROUND))
+    bench.budget(max_rollouts=0)
+    attempt = bench.live["a"]
+    end = FIRST_TOKEN + 3
+    bench.do(AttemptEnded(attempt.attempt_id, Piece(ids([1000, 1001, 1002, end]), "abort", prompt_tokens=8)))
+    bench.budget()
+    (again,) = bench.tick()
+    assert again.token_bytes == prompt("a") + ids([1000, 1001, 1002])
+    assert again.max_new_tokens == 13
+    bench.do(AttemptEnded(again.attempt_id, Piece(ids([end]), "stop", matched_stop=end, prompt_tokens=11)))
+    assert bench.result("a").token_bytes == ids([1000, 1001, 1002, end]) and bench.whole("a")
+    bench.quiet()
+
+
+def test_a_cancelled_rollout_keeps_every_token_it_has() -> None:
+    bench = Bench(engine(slots=1))
+    bench.run(spec("a"))
+    bench.cancel("a")
+    bench.finish("a", 4, "abort")
+    assert bench.outcome("a") is Outcome.CANCELLED and bench.result("a").generated_tokens == 4
+
+
+def test_the_index_does_not_claim_the_last_token_of_an_output() -> None:
+    """It has no KV: a next turn that starts with the whole output finds one token less."""
+    bench = Bench(engine(page_tokens=1), settings=config(index={"page_tokens": 1}))
+    bench.run(spec("a", 40))
+    bench.finish("a", 8)
+    bench.submit(spec("b", token_bytes=prompt("a", 40) + bench.result("a").token_bytes + ids([7, 8]), turn=1))
+    bench.tick()
+    assert bench.its_run().rollouts["b"].predicted_cached_tokens == 40 + 7
+
+
+def test_promotion_does_not_lift_running_work_over_a_class_ceiling() -> None:
+    bench = Bench(engine(slots=4))
+    bench.budget(classes={CRITICAL: Quota(max_rollouts=1)})
+    bench.run(*specs("a", 3, BACKGROUND, needed_by_step=1))
+    bench.step(1)
+    assert len(bench.leaving()) == 2
+    bench.stop_aborted(1)
+    assert bench.tick() == []
+    assert bench.run_view().classes[CRITICAL].running == 1
+
+
+def test_an_update_of_the_class_does_not_lift_running_work_over_a_class_ceiling() -> None:
+    bench = Bench(engine(slots=4))
+    bench.budget(classes={CRITICAL: Quota(max_rollouts=1)})
+    bench.run(*specs("a", 3, BACKGROUND))
+    bench.do(UpdateRollouts(RUN, tuple(RolloutUpdate(f"a{index}", CRITICAL) for index in range(3))))
+    assert len(bench.leaving()) == 2
+
+
+def test_a_hold_that_ends_now_is_not_made_again() -> None:
+    """In floating point (100.1 + 0.3) - 100.1 < 0.3: a hold that is over had a patience of 1e-14 s left, for ever."""
+    bench = Bench(engine(slots=4), settings=config(queue={"max_defer_seconds": 0.3}))
+    bench.now = 100.1
+    bench.submit(spec("lead", 64))
+    bench.tick()
+    bench.submit(spec("a", 64, REUSABLE, token_bytes=prompt("lead", 64)))
+    assert bench.tick() == []
+    bench.now = bench.core.next_due()
+    assert bench.now == 100.1 + 0.3
+    assert [one.rollout_id for one in bench.tick()] == ["a"]
+
+
+def test_a_reservation_that_is_used_asks_for_another_pass() -> None:
+    """What is left beside the large one goes to who was kept out for it, now and not with the next event."""
+    bench = Bench(engine(slots=4), settings=config(queue={"large_reserve_seconds": 1.0}))
+    bench.budget(max_kv_tokens=400)
+    bench.run(spec("first", 200, BACKGROUND))
+    bench.submit(spec("large", 300, BACKGROUND))
+    bench.pass_time(2.0, 0.5)
+    assert bench.its_run().reserved_for is not None
+    bench.submit(spec("small", 8))
+    assert bench.tick() == []
+    bench.finish("first")
+    assert {one.rollout_id for one in bench.tick()} == {"large", "small"}
+
+
+def test_two_reservations_of_one_run_do_not_keep_each_other_out() -> None:
+    """One entry has the run's KV tokens kept for it, the other the only engine that is left: neither could ever start."""
+    bench = Bench(
+        engine("e0", 4, kv_capacity_tokens=256),
+        engine("e1", 4, kv_capacity_tokens=256),
+        settings=config(queue={"large_reserve_seconds": 1.0}, preempt={"enabled": False}),
+    )
+    bench.run(*specs("first", 2, BACKGROUND, tokens=200))
+    bench.submit(spec("a", 100), spec("b", 100, BACKGROUND))
+    bench.pass_time(2.5, 0.5)
+    kept = {one: bench.engine(one).reserved_for for one in ("e0", "e1")}
+    (of_a,) = (one for one, entry in kept.items() if entry is not None and entry.rollout_class is CRITICAL)
+    assert all(kept.values()), kept
+    bench.budget(max_kv_tokens=500)
+    bench.pass_time(1.0)
+    assert bench.its_run().reserved_for is kept[of_a]
+    bench.do(LoseEngine(of_a, "no route"))
+    bench.finish("first0")
+    bench.finish("first1")
+    assert [one.rollout_id for one in bench.tick()] == ["a"]
+    bench.finish("a")
+    assert [one.rollout_id for one in bench.tick()] == ["b"]
+
+
+# floors ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_floor_of_work_without_an_engine_keeps_no_room() -> None:
+    bench = Bench(engine(slots=4))
+    bench.budget(max_rollouts=2, classes={BACKGROUND: Quota(floor_rollouts=2)})
+    bench.submit(*specs("nowhere", 2, BACKGROUND, pool="nowhere"))
+    bench.submit(*specs("a", 2))
+    assert [one.rollout_id for one in bench.tick()] == ["a0", "a1"]
+
+
+def test_the_floor_of_critical_work_keeps_no_room_while_the_trainer_syncs() -> None:
+    bench = Bench(engine(slots=4))
+    bench.budget(max_rollouts=2, classes={CRITICAL: Quota(floor_rollouts=2)})
+    bench.step(1, TrainerState.SYNCING)
+    bench.submit(*specs("critical", 2))
+    bench.submit(*specs("a", 2, BACKGROUND))
+    assert len(bench.tick()) == 2
+    bench.step(2, TrainerState.WAITING)
+    bench.finish("a0")
+    bench.finish("a1")
+    assert {one.rollout_id for one in bench.tick()} == {"critical0", "critical1"}
+
+
+def test_a_floor_behind_another_ceiling_keeps_no_room() -> None:
+    bench = Bench(engine(slots=4))
+    bench.budget(
+        max_rollouts=2,
+        classes={BACKGROUND: Quota(floor_rollouts=2)},
+        tasks={TaskType.GENERATION: Quota(max_rollouts=1)},
+    )
+    bench.submit(*specs("a", 3, BACKGROUND))
+    assert len(bench.tick()) == 1
+    bench.submit(spec("replay", task_type=REPLAY))
+    assert [one.rollout_id for one in bench.tick()] == ["replay"]
+
+
+def test_a_task_below_its_floor_goes_before_a_higher_class() -> None:
+    """Another run has the rest of the pool, so the ceiling does not keep the last slot for it."""
+    bench = Bench(engine(slots=4))
+    bench.budget(tasks={REPLAY: Quota(floor_rollouts=1)})
+    bench.submit(*specs("other", 3), run="other")
+    bench.tick()
+    bench.submit(*specs("a", 2))
+    bench.submit(spec("replay", rollout_class=BACKGROUND, task_type=REPLAY))
+    assert [one.rollout_id for one in bench.tick()] == ["replay"]
+
+
+def test_a_task_below_its_floor_goes_before_others_of_its_class() -> None:
+    bench = Bench(engine(slots=4))
+    bench.budget(tasks={REPLAY: Quota(floor_rollouts=1)})
+    bench.submit(*specs("other", 3), run="other")
+    bench.tick()
+    bench.submit(*specs("a", 2))
+    bench.submit(spec("replay", task_type=REPLAY))
+    assert [one.rollout_id for one in bench.tick()] == ["replay"]

@@ -1,0 +1,65 @@
+"""10,000 random schedules in virtual time: budgets hold, floors hold, nothing starves, nothing is lost (issue bar "Budget").
+
+What is asserted stands in `auditor`; what happens, in `random_world`. The ceilings, ids, tokens, outcomes and floors are looked
+at with every event; the full `check()` of core, index and engines with every 16th, and always at the end. A failure names its
+seed; `python -m tests.scheduler.virtual.random_world SEED` replays it with a full check at every event.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.scheduler.virtual.random_world import RandomWorld
+
+SCHEDULES = 10_000
+CHUNK = 250
+CHECK_EVERY = 16
+
+# What random schedules must have met, or they are not the test they claim to be.
+WANTED = (
+    "COMPLETED",
+    "CANCELLED",
+    "DEADLINE_EXCEEDED",
+    "QUEUE_TIMEOUT",
+    "NO_ENGINE",
+    "ENGINE_REFUSED",
+    "ENGINE_FAILED",
+    "RUN_ENDED",
+    "aborts PREEMPT",
+    "aborts BUDGET",
+    "aborts CANCEL",
+    "aborts NO_PROGRESS",
+    "resumed",
+    "redelivered",
+    "attempts given up",
+    "reports of attempts that are gone",
+    "floors looked at",
+    "predicted hits",
+)
+
+_met: Counter[str] = Counter()
+
+
+@pytest.mark.parametrize("first", range(0, SCHEDULES, CHUNK))
+def test_random_schedules(first: int) -> None:
+    for seed in range(first, first + CHUNK):
+        try:
+            _met.update(RandomWorld(seed, check_every=CHECK_EVERY).play())
+        except Exception as error:
+            raise AssertionError(
+                f"schedule {seed} failed: {error}\nreplay: python -m tests.scheduler.virtual.random_world {seed}"
+            ) from error
+
+
+def test_the_schedules_met_what_they_are_for(capsys: pytest.CaptureFixture[str]) -> None:
+    if not _met:
+        pytest.skip("no schedule ran before this in the same process")
+    with capsys.disabled():
+        print(
+            f"\n{_met['schedules']} schedules: " + ", ".join(f"{count} {name}" for name, count in sorted(_met.items()))
+        )
+    if _met["schedules"] >= CHUNK:
+        missing = [name for name in WANTED if not _met[name]]
+        assert not missing, f"{_met['schedules']} schedules never met {missing}"
