@@ -2,7 +2,7 @@
 
 Invariants
 - Shares are seconds per real second of one process group: of CPU used (1 is one core, over all its processes), and of
-  its processes' main threads ready to run but without a core, because others had them all.
+  its leader's main thread ready to run but without a core, because others had them all.
 - Read from /proc; elsewhere than on Linux there are none.
 
 What this module does not know: what the groups do.
@@ -106,10 +106,11 @@ class CpuMeter:
             try:
                 fields = folder.joinpath("stat").read_text().rpartition(")")[2].split()
                 # This process may belong to a group of somebody else's.
-                name = self._names.get(os.getpid() if int(folder.name) == os.getpid() else int(fields[_GROUP]))
+                group = os.getpid() if int(folder.name) == os.getpid() else int(fields[_GROUP])
+                name = self._names.get(group)
                 if name is None:
                     continue
-                starved_seconds = _starved_seconds(folder / "schedstat")
+                starved_seconds = _starved_seconds(folder / "schedstat") if int(folder.name) == group else 0.0
             except (FileNotFoundError, ProcessLookupError):
                 continue  # it ended while we looked
             used_seconds = (int(fields[_USER]) + int(fields[_SYSTEM])) / ticks
