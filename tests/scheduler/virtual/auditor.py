@@ -33,7 +33,7 @@ from collections import Counter
 from rolloutd.bench.virtual import Simulation
 from rolloutd.bench.virtual_faults import FaultyEngine
 from rolloutd.engines.sim.tokens import Expected, Model, expected_output, score
-from rolloutd.scheduler import budgeting, placement
+from rolloutd.scheduler import budgeting, gates
 from rolloutd.scheduler.actions import Abort, Action, Deliver, Dispatch, Finished, GroupFinished, Refuse
 from rolloutd.scheduler.config import SchedulerConfig
 from rolloutd.scheduler.entry import Entry
@@ -499,14 +499,14 @@ class Auditor:
         ledger = run.ledger
         if budgeting.run_gate(world, run, entry.rollout_class) is not Gate.OPEN:
             return
-        keep_short = placement.reserved_short(world, run)
+        keep_short = gates.reserved_short(world)
         what = f"{world.now}: {run.run_id} {entry.rollout_class.name} is owed {owed}"
         self.counts["floors looked at"] += 1
         at_rest = (
             not world.dirty and ledger.gate(entry.rollout_class, entry.task_type, world.run_slots(run)) is Gate.OPEN
         )
         for engine in world.engines.values():
-            if not engine.is_open(world.now) or placement.engine_gate(world, entry, engine)[0] is not Gate.OPEN:
+            if not engine.is_open(world.now) or gates.engine_gate(world, entry, engine)[0] is not Gate.OPEN:
                 continue
             if at_rest:
                 assert engine.free_slots(entry.short, keep_short) <= 0, f"{what} and {engine.engine_id} has room (F1)"
@@ -560,7 +560,10 @@ class Auditor:
             assert not any(run.queued_bytes) and not run.ledger.kv_tokens and not run.ledger.running, run.run_id
             assert not any(backlog.count or backlog.ready or backlog.held for backlog in run.backlogs.values())
         leases = sum(run.lease_timer is not None for run in world.runs.values())
-        assert len(world.timers) <= 1 + leases + self._grace_timers(), f"{len(world.timers)} timers are left"
+        back_offs = sum(engine.wake_timer is not None for engine in world.engines.values())
+        assert len(world.timers) <= 1 + leases + back_offs + self._grace_timers(), (
+            f"{len(world.timers)} timers are left"
+        )
 
     def _grace_timers(self) -> int:
         """Disconnect timers may still be pending; they find nothing to do."""
