@@ -300,7 +300,10 @@ class _Trainer:
         for item in workload.items:
             if item.group_id:
                 self._group_sizes[item.group_id] = self._group_sizes.get(item.group_id, 0) + 1
-        self.records = {item.rollout_id: RolloutRecord(item.kind, item.arrival_seconds) for item in workload.items}
+        self.records = {
+            item.rollout_id: RolloutRecord(item.kind, round(item.arrival_seconds, TIME_DIGITS))
+            for item in workload.items
+        }
         self.waiting = set(self._items)
         self.outcomes: dict[Outcome, int] = {}
         simulation.connect(self.run_id, self.consumer_id, self._receive)

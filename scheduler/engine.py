@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rolloutd.scheduler.entry import Entry
     from rolloutd.scheduler.events import EngineLoad
     from rolloutd.scheduler.rollout import Attempt
+    from rolloutd.scheduler.timers import Timer
 
 MIB = 1 << 20
 SPEED_SMOOTHING = 0.2  # weight of the newest sample in the speed averages
@@ -66,6 +67,7 @@ class Engine:
         "short_used",
         "slots_used",
         "tokens_per_second",
+        "wake_timer",
     )
 
     def __init__(self, facts: EngineFacts) -> None:
@@ -85,6 +87,7 @@ class Engine:
         self.removed = False
         self.busy_until = 0.0
         self.breaker_until = 0.0
+        self.wake_timer: Timer | None = None  # when the longer of the two ends
         self.probing = False  # the breaker lets one attempt through to see
         self.faults_in_a_row = 0
         self.faults = 0

@@ -199,6 +199,8 @@ class Rollout:
     @property
     def kept_tokens(self) -> int:
         """Generated tokens of earlier attempts that a new attempt continues from."""
+        if not self.pieces:
+            return 0
         return sum(len(piece.token_bytes) for piece in self.pieces) // TOKEN_BYTES
 
     @property

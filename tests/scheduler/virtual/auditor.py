@@ -20,7 +20,8 @@ Floors, after every Tick. A class with `floor_rollouts` f is owed d = min(f - ru
 rollout" means: d >= 2 never goes together with
     (F1) room: the class's oldest entry, not held, has every gate open on an open engine with a free slot, at rest
     (F2) a dispatch in this Tick, of the same run and pool, of a class that is not owed, to an engine that would still take the
-         owed class's oldest entry after it (short work in a slot reserved for it is nobody else's loss)
+         owed class's oldest entry after it (short work in a slot reserved for it, and a rollout too large for any gap in the
+         room kept for it, are nobody else's loss)
 
 What this module does not know: how events come about.
 """
@@ -65,6 +66,7 @@ from rolloutd.scheduler.states import (
     RolloutState,
     TaskType,
 )
+from rolloutd.scheduler.timers import TimerKind
 from rolloutd.scheduler.world import World
 
 HEX_DIGITS = frozenset("0123456789abcdef")
@@ -118,6 +120,7 @@ class Auditor:
         self.attempts: dict[str, tuple[Key, str]] = {}  # live as the core sees it: attempt id -> (rollout, engine)
         self.used_ids: set[str] = set()
         self._budgets: dict[str, list[tuple[float, Budget]]] = {}  # run id -> (in force since, budget), newest last
+        self._reserved: set[Rollout] = set()  # for whom room was kept before the event
         self._ended_runs: set[str] = set()
         self._cancelling_runs: set[str] = set()  # cancel_on_disconnect at some time
         self._over_since: dict[tuple[str, object], float] = {}
@@ -158,6 +161,7 @@ class Auditor:
         self._check_ceilings()
         if isinstance(event, Tick):
             self._check_floors(dispatched)
+        self._note_reservations()
         if self.simulation.events_handled % self.check_every == 0:
             self.check()
 
@@ -494,6 +498,12 @@ class Auditor:
                     found.append(oldest)
         return found
 
+    def _note_reservations(self) -> None:
+        """Whom room is kept for; a Tick may use it up."""
+        keepers = [engine.reserved_for for engine in self.world.engines.values()]
+        keepers += [run.reserved_for for run in self.world.runs.values()]
+        self._reserved = {member for keeper in keepers if keeper is not None for member in keeper.members}
+
     def _check_owed(self, run: Run, entry: Entry, owed: int, dispatched: list[Dispatch]) -> None:
         world = self.world
         ledger = run.ledger
@@ -514,7 +524,7 @@ class Auditor:
                 if action.run_id != run.run_id or action.engine_id != engine.engine_id:
                     continue
                 other = self.watched[run.run_id, action.rollout_id].rollout
-                if other.task_type in SHORT_TASKS and not entry.short:
+                if other in self._reserved or (other.task_type in SHORT_TASKS and not entry.short):
                     continue
                 above = not self._is_owed(run, other)
                 fits = ledger.budget.classes.get(entry.rollout_class, NO_QUOTA).max_rollouts
@@ -559,12 +569,8 @@ class Auditor:
             assert not run.unfinished and not run.undelivered_results and run.reserved_for is None, run.run_id
             assert not any(run.queued_bytes) and not run.ledger.kv_tokens and not run.ledger.running, run.run_id
             assert not any(backlog.count or backlog.ready or backlog.held for backlog in run.backlogs.values())
-        leases = sum(run.lease_timer is not None for run in world.runs.values())
-        assert len(world.timers) <= 1 + leases + self._grace_timers(), f"{len(world.timers)} timers are left"
-
-    def _grace_timers(self) -> int:
-        """Disconnect timers may still be pending; they find nothing to do."""
-        return self.counts["detached"]
+        kinds = {timer.kind for _, _, timer in world.timers._heap if timer.subject is not None}
+        assert not kinds & {TimerKind.ROLLOUT, TimerKind.HOLD}, "a rollout's timer outlived it"
 
 
 def _largest(limits: list[int | None]) -> float:

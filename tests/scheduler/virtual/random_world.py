@@ -56,7 +56,9 @@ from rolloutd.scheduler.events import (
     UpdateRollouts,
 )
 from rolloutd.scheduler.machine import Scheduler
+from rolloutd.scheduler.result import RolloutResult
 from rolloutd.scheduler.spec import (
+    TOKEN_BYTES,
     Acknowledgement,
     Budget,
     Quota,
@@ -106,6 +108,8 @@ class Consumer:
         event = delivery.event
         assert isinstance(event, Finished | GroupFinished)
         self.pending[delivery.cursor] = event.result.rollout_id if isinstance(event, Finished) else None
+        if isinstance(event, Finished) and event.result.complete:
+            self.world.note_turn(event.result)
         simulation = self.world.simulation
         simulation.at(simulation.now + self.ack_delay_seconds, self.acknowledge)
 
@@ -157,6 +161,7 @@ class RandomWorld:
         self.steps = dict.fromkeys(self.runs, 0)
         self.stems = [self._tokens(rng.randint(8, 48)) for _ in range(3)]
         self.prompts: list[bytes] = []
+        self.turns: list[bytes] = []  # prompts with their outputs
         self.ended_runs: set[str] = set()
 
     def send(self, event: Event) -> list[Action]:
@@ -338,14 +343,22 @@ class RandomWorld:
     def _sufficient_budget(self) -> Budget:
         """Small, yet everything that was accepted fits it one at a time."""
         enough = -(-(LONGEST_PROMPT + LONGEST_OUTPUT) // LARGEST_PAGE) * LARGEST_PAGE
+        floors = {self.rng.choice(list(RolloutClass)): Quota(floor_rollouts=self.rng.choice([1, 2]))}
         return self.rng.choice(
             [
                 Budget(),
+                Budget(max_rollouts=2, classes=floors),
                 Budget(max_rollouts=1),
                 Budget(max_rollouts=2, max_kv_tokens=enough),
                 Budget(max_kv_tokens=enough),
             ]
         )
+
+    def note_turn(self, result: RolloutResult) -> None:
+        """Something ended: a later prompt may begin with it."""
+        text = self.auditor.watched[result.run_id, result.rollout_id].rollout.spec.token_bytes + result.token_bytes
+        if len(text) // TOKEN_BYTES <= LONGEST_PROMPT - 8:
+            self.turns.append(text)
 
     # acts --------------------------------------------------------------------------------------------------------------
 
@@ -361,6 +374,8 @@ class RandomWorld:
         rng = self.rng
         if self.prompts and rng.random() < 0.3:
             return rng.choice(self.prompts)
+        if self.turns and rng.random() < 0.2:  # the next turn of something that has ended
+            return rng.choice(self.turns) + self._tokens(rng.randint(1, 8))
         stem = rng.choice([*self.stems, b""])
         prompt = stem + self._tokens(rng.randint(1, LONGEST_PROMPT - len(stem) // 4))
         self.prompts.append(prompt)
