@@ -79,7 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json_only:
         print(json_line(outcome.summary))
     else:
-        print_report(outcome.summary, f"{arguments.steps} steps on {fleet.title}, times in simulated seconds")
+        seconds = "simulated" if fleet.modelled else "real"
+        print_report(outcome.summary, f"{arguments.steps} steps on {fleet.title}; {seconds} seconds")
     if outcome.problems:
         print("\n".join((*outcome.problems, f"logs: {folder}")), file=sys.stderr)
         return 1
@@ -106,9 +107,11 @@ async def demo(fleet: Fleet, steps: int, seed: int, folder: Path, screen: Screen
                 except Stuck as error:
                     trainer.problems.append(str(error))
                 await client.end_run()
-            screen.say(f"the loop took {clock.now():.0f} simulated seconds; now every token is checked")
+            screen.say(
+                f"the loop took {clock.now():.0f} {'simulated ' if fleet.modelled else ''}seconds; now tokens are checked"
+            )
             notes = await fleet.check(ledger, cast.engine_urls, screen.say)
-    return _outcome(fleet, ledger, trainer, [*notes, *_cpu_notes(meter)])
+    return _outcome(fleet, ledger, trainer, [*notes, *_cpu_notes(meter, bool(fleet.modelled))])
 
 
 def _about(fleet: Fleet) -> str:
@@ -155,12 +158,12 @@ def _outcome(fleet: Fleet, ledger: Ledger, trainer: Trainer, notes: Sequence[str
     return Outcome(summary, problems, notes)
 
 
-def _cpu_notes(meter: CpuMeter) -> list[str]:
+def _cpu_notes(meter: CpuMeter, simulated: bool) -> list[str]:
     """How busy everybody was, and a warning where that stretched simulated time."""
     if not meter.means:
         return []
     shares = ", ".join(f"{name} {share:.0%}" for name, share in meter.means.items())
-    short = meter.notes()
+    short = meter.notes() if simulated else []
     advice = ["simulated seconds may be too long because of this; try a smaller --time-scale"] if short else []
     return [f"CPU, mean share of a core: {shares}", *short, *advice]
 

@@ -26,8 +26,9 @@ from rolloutd.client import RolloutOptions
 from rolloutd.engines.sim.timing import TimingModel
 from rolloutd.engines.sim.tokens import Model, expected_output, verify
 
-# Decided by measurement on 2 cores: the largest whole scale at which every process keeps well under one core.
-SIM_TIME_SCALE = 5.0
+# Measured on 2 cores: at 4 the busiest process, the service, uses a fifth of a core; at 10 a third, and every tenth of a
+# real second by which an event loop is late is a whole simulated one.
+SIM_TIME_SCALE = 4.0
 # Large, because each frame costs the engine and the service CPU that shortens the largest possible time scale.
 SIM_STREAM_INTERVAL_TOKENS = 64
 Say = Callable[[str], None]

@@ -36,7 +36,7 @@ CACHE_NAME = "sglang-cpu-0.5.23"
 SETUP_SECONDS = 1800.0
 NEAR_TIE = 1e-3
 # Prompts whose outputs are held against a reference: each costs about a second of an idle engine.
-REFERENCES = 24
+REFERENCES = 16
 REFERENCE_SECONDS = 60.0
 
 

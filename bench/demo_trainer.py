@@ -1,7 +1,8 @@
 """The trainer of a demonstration: a GRPO loop that knows the service only through its client.
 
-One step: report WAITING, open the budget, submit the critical groups beside reusable and background ones, send reward
-queries as they fall due, wait for what the step needs; then report TRAINING, shrink the budget, train, and go on.
+One step: report SYNCING and hand over the critical groups while the weights move, so that the service knows the whole
+step before any of it starts; report WAITING, open the budget, submit reusable and background groups, send reward queries
+as they fall due, wait for what the step needs; then report TRAINING, shrink the budget, train, and go on.
 
 Invariants
 - Reward queries are an open loop: each counts as submitted when it was due, however late it really left.
@@ -43,10 +44,16 @@ PATIENCE_SECONDS = 300.0
 _NO_SPREAD = "no_spread"
 
 
+class Handle(Protocol):
+    """A submission."""
+
+    async def accepted(self) -> Any: ...
+
+
 class RolloutClient(Protocol):
     """What the loop needs of `rolloutd.client.Client`."""
 
-    async def submit(self, prompt: Prompt, **options: Unpack[RolloutOptions]) -> Any: ...
+    async def submit(self, prompt: Prompt, **options: Unpack[RolloutOptions]) -> Handle: ...
 
     def results(self) -> AsyncIterator[RolloutResult]: ...
 
@@ -131,19 +138,20 @@ class Trainer:
         critical = [item for item in items if item.kind is Kind.CRITICAL]
         bound_seconds = bound(critical, self._fleet.modelled).seconds if self._fleet.modelled else None
         before = self.steps[-1].step_seconds if self.steps else None
-        await self._client.report_step(
-            step,
-            trainer_state="waiting",
-            samples_needed=len(critical),
-            step_seconds=None if before is None else clock.real(before),
-        )
-        await self._set_budget(1.0)
+        generations = [item for item in items if item.task_type is TaskType.GENERATION]
         started = clock.now()
-        await self._submit_groups([item for item in items if item.task_type is TaskType.GENERATION], step)
+        await self._client.report_step(step, trainer_state="syncing", samples_needed=len(critical))
         rewards = asyncio.create_task(
             self._send_rewards([item for item in items if item.kind is Kind.REWARD], step, started)
         )
         try:
+            handed_over = await self._submit_groups(critical, step)
+            await asyncio.gather(*(submission.accepted() for submission in handed_over))
+            await self._client.report_step(
+                step, trainer_state="waiting", step_seconds=None if before is None else clock.real(before)
+            )
+            await self._set_budget(1.0)
+            await self._submit_groups([item for item in generations if item.kind is not Kind.CRITICAL], step)
             await self._until(lambda: ledger.pending(Kind.CRITICAL, step=step) == 0, "critical rollouts")
             critical_done = clock.now()
             self.status.doing = "waiting for reward queries"
@@ -189,16 +197,19 @@ class Trainer:
             await self._client.cancel(*(tracked.rollout_id for tracked in left))
             await self._until(lambda: ledger.pending() == 0, "cancelled rollouts")
 
-    async def _submit_groups(self, items: Sequence[Item], step: int) -> None:
+    async def _submit_groups(self, items: Sequence[Item], step: int) -> list[Handle]:
         """One submission per prompt, the prompt travelling once."""
         now = self._clock.now()
+        submissions = []
         for group_id, grouped in groupby(items, key=lambda item: item.group_id):
             members = list(grouped)
             self._sizes[group_id] = len(members)
             for item in members:
                 name = f"{group_id}/{item.sample}" if len(members) > 1 else group_id
                 self._ledger.expect(name, item, step, now)
-            await self._submit(group_id, members)
+            submissions.append(await self._submit(group_id, members))
+            await asyncio.sleep(0)  # results and reward queries go on meanwhile
+        return submissions
 
     async def _send_rewards(self, items: Sequence[Item], step: int, started: float) -> None:
         for item in items:
@@ -207,7 +218,7 @@ class Trainer:
             self._ledger.expect(item.rollout_id, item, step, due)
             await self._submit(item.rollout_id, [item])
 
-    async def _submit(self, rollout_id: str, items: Sequence[Item]) -> None:
+    async def _submit(self, rollout_id: str, items: Sequence[Item]) -> Handle:
         first = items[0]
         options: RolloutOptions = {
             **self._fleet.options(items),
@@ -219,7 +230,7 @@ class Trainer:
         }
         if first.needed_by_step is not None:
             options["needed_by_step"] = first.needed_by_step
-        await self._client.submit(first.prompt_bytes, **options)
+        return await self._client.submit(first.prompt_bytes, **options)
 
     async def _read(self) -> None:
         async for result in self._client.results():

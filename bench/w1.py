@@ -73,13 +73,13 @@ class DemoShape:
 
 FULL_DEMO = DemoShape()
 
-# For two real engines on a CPU, with `Limits(context_tokens=4096, max_output_tokens=256)`: a few dozen rollouts per
-# step and a head short enough for a CPU to prefill.
+# For two real engines of 8 slots on a CPU, with `Limits(context_tokens=4096, max_output_tokens=256)`: four-fold
+# over-subscription as in the full one, and a head short enough for a CPU to prefill.
 SMALL_DEMO = DemoShape(
-    critical=replace(MATH, groups=4),
+    critical=replace(MATH, groups=8),
     reusable=replace(AGENT, groups=4, head_tokens=256, prompt=LogNormal(4.0, 0.6, 16, 512)),
     background=replace(ESSAY, groups=2),
-    reward=replace(REWARD, per_second=0.5, seconds=20.0, prompt=LogNormal(5.0, 0.5, 16, 512)),
+    reward=replace(REWARD, per_second=1.0, seconds=8.0, prompt=LogNormal(5.0, 0.5, 16, 512)),
 )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from rolloutd.scheduler import budgeting, lifecycle, queueing
 from rolloutd.scheduler.actions import Progressed
+from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.events import AttemptEnded, AttemptFailed, AttemptProgress
 from rolloutd.scheduler.refusal import Refusal
@@ -40,6 +41,7 @@ def progress(world: World, event: AttemptProgress) -> None:
         _first_token(world, attempt, event.prompt_tokens, event.cached_tokens)
     rollout.run.supply.add(event.generated_tokens - attempt.generated_tokens, now)
     attempt.generated_tokens = event.generated_tokens
+    attempt.engine.promises.note_written(attempt.promise, event.generated_tokens)
     attempt.progress_at = now
     _grow_claim(world, attempt)
     written = rollout.kept_tokens + event.generated_tokens
@@ -102,13 +104,13 @@ def failed(world: World, event: AttemptFailed) -> None:
         engine.note_fault(world.now, event.message, settings)
         rollout.excluded.add(engine.engine_id)
         if engine.breaker_until > world.now:
-            world.timers.add(engine.breaker_until, TimerKind.ENGINE, engine)
+            _look_again(world, engine, engine.breaker_until)
             world.record(
                 "warning", "engine_breaker_open", engine=engine.engine_id, faults=engine.faults, error=event.message
             )
     elif event.fault is FaultKind.BUSY:
         engine.busy_until = world.now + settings.busy_seconds
-        world.timers.add(engine.busy_until, TimerKind.ENGINE, engine)
+        _look_again(world, engine, engine.busy_until)
         engine.probing = False
     else:
         engine.probing = False
@@ -125,6 +127,12 @@ def failed(world: World, event: AttemptFailed) -> None:
         _retry(world, rollout, f"engine {engine.engine_id} is busy: {event.message}")
     else:
         _fault(world, rollout, f"engine {engine.engine_id} failed: {event.message}")
+
+
+def _look_again(world: World, engine: Engine, at: float) -> None:
+    """Schedule when the engine may be used again. An earlier wish gives way: the later one holds for both."""
+    world.timers.cancel(engine.wake_timer)
+    engine.wake_timer = world.timers.add(max(at, engine.busy_until, engine.breaker_until), TimerKind.ENGINE, engine)
 
 
 def abort_overdue(world: World, rollout: Rollout) -> None:

@@ -42,6 +42,13 @@ def _check_engine(engine: Engine) -> None:
     for permit in permits:
         by_run[permit.run_id] = by_run.get(permit.run_id, 0) + permit.kv_tokens
     _same(f"{name} kv by run", engine.kv_by_run, by_run)
+    promises = [attempt.promise for attempt in engine.attempts.values()]
+    made = engine.promises
+    _same(f"{name} promises", made.count, len(promises))
+    _same(f"{name} promises in part", made.part_count, sum(not one.in_full for one in promises))
+    _same(f"{name} held", made.held_tokens, sum(one.prompt_tokens + one.generated_tokens for one in promises))
+    _same(f"{name} promised in full", made.full_tokens, sum(one.rest_tokens for one in promises if one.in_full))
+    _same(f"{name} promised in part", made.part_tokens, sum(one.rest_tokens for one in promises if not one.in_full))
 
 
 def _check_run(world: World, run: Run) -> None:

@@ -44,6 +44,7 @@ def fire_due(world: World) -> None:
             case TimerKind.HOUSEKEEPING:
                 _housekeeping(world)
             case TimerKind.ENGINE:
+                subject.wake_timer = None
                 world.dirty = True
 
 

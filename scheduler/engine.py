@@ -14,12 +14,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rolloutd.scheduler.config import ExecutorSettings
+from rolloutd.scheduler.promises import Promises
 from rolloutd.scheduler.spec import EngineFacts
 
 if TYPE_CHECKING:
     from rolloutd.scheduler.entry import Entry
     from rolloutd.scheduler.events import EngineLoad
     from rolloutd.scheduler.rollout import Attempt
+    from rolloutd.scheduler.timers import Timer
 
 MIB = 1 << 20
 SPEED_SMOOTHING = 0.2  # weight of the newest sample in the speed averages
@@ -51,6 +53,7 @@ class Engine:
         "predicted_cached_tokens",
         "prefill_tokens_per_second",
         "probing",
+        "promises",
         "prompt_tokens",
         "queue_prefilled_tokens",
         "queue_since",
@@ -64,6 +67,7 @@ class Engine:
         "short_used",
         "slots_used",
         "tokens_per_second",
+        "wake_timer",
     )
 
     def __init__(self, facts: EngineFacts) -> None:
@@ -83,10 +87,12 @@ class Engine:
         self.removed = False
         self.busy_until = 0.0
         self.breaker_until = 0.0
+        self.wake_timer: Timer | None = None  # when the longer of the two ends
         self.probing = False  # the breaker lets one attempt through to see
         self.faults_in_a_row = 0
         self.faults = 0
         self.last_error = ""
+        self.promises = Promises()
         self.limit: int | None = None  # rollouts it runs at a time, where it lets more than that wait
         self.raise_at = 0.0
         self.raise_seconds = 1.0  # pause before the limit is raised

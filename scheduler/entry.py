@@ -19,12 +19,16 @@ from rolloutd.scheduler.spec import TOKEN_BYTES
 from rolloutd.scheduler.states import SHORT_TASKS, Gate, RolloutClass, TaskType
 
 if TYPE_CHECKING:
+    from rolloutd.scheduler.engine import Engine
     from rolloutd.scheduler.lanes import Backlog
     from rolloutd.scheduler.rollout import Rollout
     from rolloutd.scheduler.run import Run
     from rolloutd.scheduler.timers import Timer
 
 
+# A rollout of at most this many output tokens holds a slot for a few seconds only (5 s at 20 ms a token), so it may take an
+# engine's last slots; longer ones leave them to the first short rollout that comes.
+BRIEF_TOKENS = 256
 CHARACTERS_PER_TOKEN = 3  # a cautious guess for text the engine will tokenise; only for booking
 
 
@@ -43,11 +47,15 @@ class EntryKey(NamedTuple):
 class Entry:
     __slots__ = (
         "affine",
+        "arrival",
         "backlog",
         "blocked_since",
+        "brief",
         "continuation",
         "deadline_at",
+        "evaluation",
         "expected_tokens",
+        "held_at",
         "held_gate",
         "hits",
         "hits_at",
@@ -65,6 +73,8 @@ class Entry:
         "rollout_class",
         "run",
         "sequence",
+        "servers",
+        "servers_mark",
         "short",
         "size_bytes",
         "static_key",
@@ -101,6 +111,8 @@ class Entry:
         self.stratum = stratum
         self.labels = labels
         self.members: deque[Rollout] = deque()
+        self.brief = False  # gives its slot back so soon that it may have an engine's last ones; set before it joins
+        self.evaluation = False  # its data are for evaluation; set before it joins a backlog
         self.continuation = False  # a later turn or a resumed rollout: its context is resident somewhere
         self.queued_at = now
         self.deadline_at: float | None = None
@@ -110,14 +122,18 @@ class Entry:
         self.static_key = 0.0
         self.sequence = 0
         self.backlog: Backlog | None = None
+        self.arrival = 0  # order of arrival: breaks ties of equal keys
         self.affine: tuple[str, ...] = ()  # engines whose affinity heap holds this entry
         self.leader_id: str | None = None  # attempt whose first token this entry waits for
         self.held_gate = Gate.OPEN
+        self.held_at = 0.0
         self.hold_timer: Timer | None = None
         self.hits: dict[str, int] = {}  # engine cache key -> cached tokens
         self.hits_at = -1.0
         self.stems: tuple[tuple[str, int, int], ...] | None = None
         self.blocked_since: float | None = None
+        self.servers: tuple[Engine, ...] = ()  # engines that could run the first member, see `gates.servers`
+        self.servers_mark = (-1, -1)
 
     @property
     def held(self) -> bool:

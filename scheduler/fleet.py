@@ -46,6 +46,7 @@ def join(world: World, event: JoinEngine) -> Refusal | None:
     )
     for run in world.runs.values():
         budgeting.enforce(world, run)
+    world.fleet_mark += 1
     world.dirty = True
     return None
 
@@ -87,6 +88,7 @@ def drain(world: World, engine: Engine) -> None:
 def remove(world: World, engine: Engine) -> None:
     """Interrupt what runs there (its tokens are kept) and forget the engine when the last attempt has ended."""
     engine.draining = engine.removed = True
+    world.fleet_mark += 1
     for attempt in list(engine.attempts.values()):
         if attempt.rollout.state is not RolloutState.ABORTING:
             lifecycle.abort(world, attempt.rollout, AbortReason.BUDGET, f"engine {engine.engine_id} was removed")
@@ -96,8 +98,10 @@ def remove(world: World, engine: Engine) -> None:
 
 def forget_removed(world: World) -> None:
     for engine in [engine for engine in world.engines.values() if engine.removed and not engine.attempts]:
+        world.timers.cancel(engine.wake_timer)
         _drop_cache(world, engine)
         del world.engines[engine.engine_id]
+        world.fleet_mark += 1
         world.record("info", "engine_removed", engine=engine.engine_id)
 
 
@@ -106,6 +110,7 @@ def _bury(world: World, engine: Engine, message: str) -> None:
     engine.lost = engine.removed = True
     for attempt in list(engine.attempts.values()):
         attempts.failed(world, AttemptFailed(attempt.attempt_id, FaultKind.BROKEN, message))
+    world.timers.cancel(engine.wake_timer)
     _drop_cache(world, engine)
 
 

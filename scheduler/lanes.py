@@ -100,7 +100,7 @@ class Lane:
 
 
 class Backlog:
-    __slots__ = ("_affine", "_arrivals", "_lanes", "count", "held", "ready", "tasks")
+    __slots__ = ("_affine", "_arrivals", "_lanes", "brief", "count", "evaluations", "held", "ready", "tasks")
 
     def __init__(self) -> None:
         self._lanes: dict[LaneKey, Lane] = {}
@@ -109,6 +109,8 @@ class Backlog:
         self.count = 0
         self.ready = 0
         self.held = 0
+        self.brief = 0  # entries that hold a slot only for a moment
+        self.evaluations = 0  # entries whose data are for evaluation
         self.tasks = [0] * len(TaskType)  # entries by task type
 
     # membership --------------------------------------------------------------------------------------------------------
@@ -118,6 +120,8 @@ class Backlog:
         entry.backlog = self
         self.count += 1
         self.tasks[entry.task_type] += 1
+        self.evaluations += entry.evaluation
+        self.brief += entry.brief
         self._arrivals.append(entry)
 
     def order(self, entry: Entry, sequence: int, tie: int, bonuses: Iterable[tuple[str, float]]) -> None:
@@ -146,6 +150,8 @@ class Backlog:
         entry.held_gate = Gate.OPEN
         self.count -= 1
         self.tasks[entry.task_type] -= 1
+        self.evaluations -= entry.evaluation
+        self.brief -= entry.brief
 
     def forget_engine(self, engine: str) -> None:
         self._affine.pop(engine, None)

@@ -69,7 +69,7 @@ def cut_interrupted(rollout: Rollout, piece: Piece) -> None:
     """The last token of an aborted attempt is written again by the next one: see `Piece.without_last_token`."""
     if not rollout.pieces or rollout.pieces[-1] is not piece:
         return
-    left = piece.without_last_token()
+    left = piece.without_last_token(rollout.spec.text is not None)
     if left.token_bytes or left.prompt_logprob_bytes:
         rollout.pieces[-1] = left
     else:
@@ -190,6 +190,7 @@ def close_attempt(world: World, attempt: Attempt, piece: Piece | None) -> None:
     rollout = attempt.rollout
     now = world.now
     attempt.permit.release()
+    attempt.engine.promises.release(attempt.promise)
     del world.attempts[attempt.attempt_id]
     attempt.engine.attempts.pop(attempt.attempt_id, None)
     rollout.attempt = None
@@ -312,7 +313,7 @@ def _result(rollout: Rollout, outcome: Outcome, error: Refusal | None, now: floa
         token_bytes=b"".join(piece.token_bytes for piece in pieces),
         logprob_bytes=logprobs if len(logprobs) == generated * 4 else b"",
         top_logprobs=tuple(row for piece in pieces for row in piece.top_logprobs),
-        text="".join(piece.text for piece in pieces),
+        text="" if spec.text is None else "".join(piece.text for piece in pieces),
         prompt_token_bytes=spec.token_bytes
         if spec.return_prompt_tokens
         else (pieces[0].prompt_token_bytes if pieces else b""),

@@ -49,17 +49,21 @@ def make_room(world: World, turn: Turn, gate: Gate) -> None:
     if oldest is None or not any(sum(other.ledger.class_running[1:]) for other in world.runs.values()):
         return
     pool = oldest.pool
+    cool = world.now - world.last_preemption.get(pool, -1e9) >= settings.cool_down_seconds
+    evaluations = _evaluations(turn) if turn.backlog.evaluations else 0
+    if not cool and not evaluations:
+        return
     leaving = sum(
         1
         for attempt in world.attempts.values()
         if attempt.engine.facts.pool == pool and attempt.rollout.state is RolloutState.ABORTING
     )
     taken = 0
-    if world.now - world.last_preemption.get(pool, -1e9) >= settings.cool_down_seconds:
+    if cool:
         ready = [entry for entry in turn.backlog.entries() if not entry.held]
         waiting = sum(len(entry.members) for entry in ready)
         taken = _interrupt(world, turn.run, oldest, gate, waiting - leaving, settings.min_run_seconds)
-    taken += _interrupt(world, turn.run, oldest, gate, _evaluations(turn) - leaving - taken, 0.0)
+    taken += _interrupt(world, turn.run, oldest, gate, evaluations - leaving - taken, 0.0)
     if taken:
         world.last_preemption[pool] = world.now
 
@@ -78,12 +82,15 @@ def _interrupt(world: World, run: Run, waiting: Entry, gate: Gate, wanted: int, 
     """Interrupt up to `wanted` attempts that have run for `min_run_seconds`; returns how many went."""
     if wanted <= 0:
         return 0
+    victims = _victims(world, run, waiting.pool, gate, min_run_seconds)
+    if not victims:
+        return 0
     staying: Counter[FloorKey] = Counter()
     for attempt in world.attempts.values():
         if attempt.rollout.state is not RolloutState.ABORTING:
             staying.update(_floors(attempt, run).keys())
     taken = 0
-    for attempt in _victims(world, run, waiting.pool, gate, min_run_seconds):
+    for attempt in victims:
         if taken >= wanted:
             break
         floors = _floors(attempt, run)

@@ -10,12 +10,12 @@ What this module does not know: engines' room and what is chosen.
 from __future__ import annotations
 
 from rolloutd.scheduler import computing, turns
-from rolloutd.scheduler.entry import Entry, EntryKey
+from rolloutd.scheduler.entry import BRIEF_TOKENS, Entry, EntryKey
 from rolloutd.scheduler.lanes import Backlog
 from rolloutd.scheduler.rollout import Rollout
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.scoring import Facts, static_key
-from rolloutd.scheduler.states import Gate, RolloutClass
+from rolloutd.scheduler.states import Gate, Origin, RolloutClass
 from rolloutd.scheduler.timers import TimerKind
 from rolloutd.scheduler.world import World
 
@@ -44,6 +44,9 @@ def put(world: World, rollout: Rollout) -> None:
         entry = Entry(run, key, token_bytes, text, run.mix.name(spec.stratum), spec.engine_labels, rollout.submitted_at)
         entry.continuation = continued or spec.turn > 0
         entry.deadline_at = rollout.deadline_at
+        entry.arrival = world.next_sequence()
+        entry.brief = rollout.remaining_tokens <= BRIEF_TOKENS
+        entry.evaluation = spec.origin is Origin.EVALUATION
         run.entries[key] = entry
         if not run.waits_in(spec.pool):
             turns.rejoin(world, run, spec.pool)
@@ -118,13 +121,14 @@ def order(world: World, entry: Entry) -> None:
     entry.hold_timer = None
     entry.leader_id = None
     refresh_hits(world, entry)
+    expect(entry)
     facts = entry_facts(world, entry)
     weights = weights_of(world, run)
     entry.keyed_tokens = entry.longest_tokens
     entry.static_key = static_key(facts, entry.queued_at, entry.deadline_at, weights)
     bonus = weights["prefix"] / max(1, entry.prompt_tokens)
     bonuses = ((engine, hit * bonus) for engine, hit in entry.hits.items())
-    backlog.order(entry, world.next_sequence(), world.rng.getrandbits(30), bonuses)
+    backlog.order(entry, world.next_sequence(), entry.arrival, bonuses)
     world.dirty = True
 
 
@@ -202,7 +206,6 @@ def entry_facts(world: World, entry: Entry) -> Facts:
     """The entry side of the score's facts, as of now."""
     run = entry.run
     facts = Facts()
-    expect(entry)
     facts.rollout_class = entry.rollout_class
     facts.prompt_tokens = entry.prompt_tokens
     facts.expected_tokens = entry.expected_tokens

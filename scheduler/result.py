@@ -36,15 +36,15 @@ class Piece:
     version_spans: tuple[tuple[str, int, int], ...] = ()
     extras: Mapping[str, Any] = field(default_factory=dict)
 
-    def without_last_token(self) -> Piece:
+    def without_last_token(self, of_text: bool) -> Piece:
         """What an interrupted attempt hands to the next one.
 
         An abort is looked at before end tokens and limits, so the last token of an aborted attempt may be one that would
         have ended it, and nothing says so. It is cheap to write again: it has no KV yet. Text cannot be cut by tokens, so a
-        piece with text is given up as a whole.
+        piece with text is given up as a whole where the text is wanted (`of_text`); engines write it for id prompts too.
         """
         kept = max(0, len(self.token_bytes) // TOKEN_BYTES - 1)
-        if self.text:
+        if of_text and self.text:
             kept = 0
         return replace(
             self,

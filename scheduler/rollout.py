@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rolloutd.scheduler.entry import Entry
     from rolloutd.scheduler.group import Group
     from rolloutd.scheduler.permit import Permit
+    from rolloutd.scheduler.promises import Promise
     from rolloutd.scheduler.run import Run
     from rolloutd.scheduler.timers import Timer
 
@@ -60,6 +61,7 @@ class Attempt:
         "permit",
         "predicted_tokens",
         "progress_at",
+        "promise",
         "rollout",
         "stems",
         "token_bytes",
@@ -71,6 +73,7 @@ class Attempt:
         rollout: Rollout,
         engine: Engine,
         permit: Permit,
+        promise: Promise,
         batch_id: int,
         now: float,
         token_bytes: bytes,
@@ -79,6 +82,7 @@ class Attempt:
         self.rollout = rollout
         self.engine = engine
         self.permit = permit
+        self.promise = promise
         self.batch_id = batch_id
         self.number = rollout.attempts
         self.dispatched_at = now
@@ -195,6 +199,8 @@ class Rollout:
     @property
     def kept_tokens(self) -> int:
         """Generated tokens of earlier attempts that a new attempt continues from."""
+        if not self.pieces:
+            return 0
         return sum(len(piece.token_bytes) for piece in self.pieces) // TOKEN_BYTES
 
     @property

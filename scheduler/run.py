@@ -52,6 +52,7 @@ class Run:
         "groups",
         "kind_streak",
         "lease_timer",
+        "led",
         "ledger",
         "lengths",
         "mix",
@@ -94,6 +95,7 @@ class Run:
         self.groups: dict[str, Group] = {}
         self.family = Family()
         self.delivered: OrderedDict[str, None] = OrderedDict()
+        self.led: list[Entry] = []  # critical entries whose leader computes their prompt; some may have gone on
         self.entries: dict[EntryKey, Entry] = {}
         self.by_step: dict[int, set[str]] = {}  # needed_by_step -> unfinished rollouts that are not CRITICAL yet
         self.backlogs: dict[tuple[str, RolloutClass, bool], Backlog] = {}  # (pool, class, short)

@@ -51,6 +51,7 @@ class World:
         self.timers = Timers()
         self.decisions: deque[Decision] = deque(maxlen=config.queue.decision_ring)
         self.gates: Counter[Gate] = Counter()
+        self.fleet_mark = 0  # grows when an engine joins, joins again or is forgotten
         self.dirty = False  # something changed that scheduling could use
         self.shutting_down = False
         self.batches = 0

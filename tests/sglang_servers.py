@@ -12,7 +12,6 @@ A conftest makes them a session-scoped fixture with one line: `return shared_ser
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -27,6 +26,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.dying import dying
+
 SKIP_VARIABLE = "ROLLOUTD_SKIP_SGLANG"
 RECIPE = Path(__file__).resolve().parents[1] / "deploy" / "sglang-cpu"
 # Slots of each server: few enough to fill them in a test, and about where this model's throughput stops growing.
@@ -35,7 +36,6 @@ MAX_RUNNING_ROLLOUTS = 32
 READY_SECONDS = 600.0
 _POLL_SECONDS = 0.25
 _STOP_SECONDS = 10.0
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +78,6 @@ def environment() -> Path:
     return folder
 
 
-def _die_with_parent() -> None:
-    # A test run that is killed leaves no server behind; SGLang's own children do the same towards their parent.
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -96,19 +90,20 @@ def start_server(folder: Path, flags: tuple[str, ...] = ()) -> SGLangServer:
     handle, name = tempfile.mkstemp(prefix=f"sglang-{port}-", suffix=".log")
     with os.fdopen(handle, "wb") as log:
         process = subprocess.Popen(
-            [
-                str(RECIPE / "serve.sh"),
-                str(folder),
-                str(port),
-                "--max-running-requests",
-                str(MAX_RUNNING_ROLLOUTS),
-                *flags,
-            ],
+            dying(
+                [
+                    str(RECIPE / "serve.sh"),
+                    str(folder),
+                    str(port),
+                    "--max-running-requests",
+                    str(MAX_RUNNING_ROLLOUTS),
+                    *flags,
+                ]
+            ),
             stdout=log,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=_die_with_parent,
         )
     return SGLangServer(f"http://127.0.0.1:{port}", process, Path(name))
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from rolloutd.scheduler.scoring import cost, diversity, prefix, urgency, waiting
 from rolloutd.scheduler.scoring.facts import Facts
 
-__all__ = ["TERMS", "Facts", "Term", "clamp", "static_key"]
+__all__ = ["ENGINE_TERMS", "ENTRY_TERMS", "TERMS", "Facts", "Term", "clamp", "static_key", "weighted"]
 
 
 class Term(NamedTuple):
@@ -34,6 +34,18 @@ TERMS: tuple[Term, ...] = (
     Term("diversity", "diversity", 1, False, diversity.score),
     Term("cost", "cost", -1, True, cost.score),
 )
+
+
+ENTRY_TERMS = tuple(term for term in TERMS if not term.per_engine)
+ENGINE_TERMS = tuple(term for term in TERMS if term.per_engine)
+
+
+def weighted(terms: tuple[Term, ...], facts: Facts, weights: Mapping[str, float]) -> float:
+    """Sum over some terms of weight x term, costs against."""
+    total = 0.0
+    for term in terms:
+        total += term.sign * weights[term.weight] * clamp(term.score(facts))
+    return total
 
 
 def clamp(value: float) -> float:

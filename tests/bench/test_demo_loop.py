@@ -53,7 +53,7 @@ class FakeService:
         self._running = running
         self._results: asyncio.Queue[RolloutResult] = asyncio.Queue()
 
-    async def submit(self, prompt: Any, **options: Any) -> None:
+    async def submit(self, prompt: Any, **options: Any) -> FakeService:
         self.calls.append(Call("submit", options))
         samples = options["samples"]
         for sample, seed in enumerate(options["seeds"]):
@@ -68,6 +68,10 @@ class FakeService:
             result = {"rollout_id": name, "outcome": "completed", "complete": True, "tokens": tokens, "prompt": prompt}
             for one in self._spoil(result):
                 self._put(one)
+        return self
+
+    async def accepted(self) -> None:
+        """At once."""
 
     def _put(self, one: Result) -> None:
         tokens = np.array(one["tokens"], np.uint32)
@@ -168,7 +172,10 @@ async def test_groups_travel_as_one_submission_and_the_trainer_reports_each_phas
     assert [call["samples"] for call in groups] == [4] * 3 * STEPS
     assert [call["needed_by_step"] for call in groups] == [0] * 3 + [1] * 3
     states = [(call["step"], call["trainer_state"]) for call in service.named("report_step")]
-    assert states == [(0, "waiting"), (0, "training"), (1, "waiting"), (1, "training"), (1, "paused")]
+    assert states == [
+        *((0, state) for state in ("syncing", "waiting", "training")),
+        *((1, state) for state in ("syncing", "waiting", "training", "paused")),
+    ]
     budgets = service.named("set_budget")
     assert [call["max_running_rollouts"] for call in budgets] == [8, 6, 8, 6, 8]
     assert all(call["lease_seconds"] > 0 for call in budgets)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rolloutd.bench.demo_cpu import CpuMeter
+from rolloutd.bench.demo_cpu import CpuMeter, Usage
 from rolloutd.bench.demo_processes import ChildFailed, Children, free_ports
 
 SLEEPER = "import time, sys; print('here I am', flush=True); time.sleep(600)"
@@ -115,20 +115,22 @@ def test_free_ports_are_different() -> None:
 def test_cpu_shares_and_peaks() -> None:
     meter = CpuMeter({1: "engine", 2: "service"})
     for second in range(21):
-        engine = 0.1 * second + (4.5 if second > 10 else 0.9 * max(0, second - 5))  # busy from 5 to 10
-        meter.sample(float(second), {"engine": engine, "service": 0.2 * second})
-    assert meter.means["service"] == pytest.approx(0.2)
-    assert meter.means["engine"] == pytest.approx(0.1 + 4.5 / 20)
-    assert meter.peaks["engine"] == pytest.approx(1.0)
-    assert meter.peaks["service"] == pytest.approx(0.2)
-    assert meter.notes()[0] == "engine used 100% of a core for 5 s"
+        burst = min(5.0, max(0.0, second - 5.0))  # from 5 to 10
+        engine = Usage(0.1 * second + 0.9 * burst, 0.0)
+        meter.sample(float(second), {"engine": engine, "service": Usage(0.2 * second, 0.5 * burst)})
+    assert meter.means == {"engine": pytest.approx(0.1 + 4.5 / 20), "service": pytest.approx(0.2)}
+    assert meter.peaks == {"engine": pytest.approx(1.0), "service": pytest.approx(0.2)}
+    assert meter.total_peak == pytest.approx(1.2)
+    notes = meter.notes()
+    assert notes[0] == "engine used 100% of a core for 5 s"
+    assert notes[-1].startswith("service waited for a core 50% of the time for 5 s")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_cpu_of_this_process_is_read() -> None:
     meter = CpuMeter({os.getpid(): "me"})
-    before = meter._read()["me"]
+    before = meter._read()["me"].used_seconds
     total = 0
-    while meter._read()["me"] < before + 0.05:
+    while meter._read()["me"].used_seconds < before + 0.05:
         total += sum(range(10_000))
     assert before > 0

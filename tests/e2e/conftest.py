@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ import pytest_asyncio
 
 from rolloutd import v1
 from rolloutd.client import Client, connect
+from rolloutd.engines.sim.tokens import VOCABULARY_SIZE
 from tests.e2e.engine_http import EngineHttp
-from tests.e2e.processes import Rolloutd
+from tests.e2e.processes import Rolloutd, SimEngine
 from tests.sglang_servers import SGLangServer, shared_servers
 
 REGISTERED_SECONDS = 60.0
@@ -79,6 +81,49 @@ async def real(sglang_engines: list[EngineHttp], started: list[Rolloutd]) -> Rig
     server.start()
     await engines_ready(server.target, 2)
     return Rig(server, sglang_engines)
+
+
+class MakeSim(Protocol):
+    """A simulated engine with these flags; ended when the test ends."""
+
+    def __call__(self, *flags: str, start: bool = True) -> SimEngine: ...
+
+
+class MakeServer(Protocol):
+    """`rolloutd serve` in front of these engines, all of them ready; ended when the test ends."""
+
+    def __call__(
+        self, *engines: SimEngine, environment: Mapping[str, str] | None = None
+    ) -> Coroutine[None, None, Rolloutd]: ...
+
+
+@pytest.fixture
+def sim() -> Iterator[MakeSim]:
+    engines: list[SimEngine] = []
+
+    def make(*flags: str, start: bool = True) -> SimEngine:
+        engine = SimEngine("--time-scale", "4", "--stream-interval", "8", *flags)
+        engines.append(engine)
+        if start:
+            engine.start()
+        return engine
+
+    yield make
+    for engine in engines:
+        engine.discard()
+
+
+@pytest.fixture
+def serve(started: list[Rolloutd]) -> MakeServer:
+    async def make(*engines: SimEngine, environment: Mapping[str, str] | None = None) -> Rolloutd:
+        urls = [engine.url for engine in engines]
+        server = Rolloutd(urls, "--vocabulary-size", str(VOCABULARY_SIZE), environment=environment)
+        started.append(server)
+        server.start()
+        await engines_ready(server.target, len(engines))
+        return server
+
+    return make
 
 
 @pytest.fixture

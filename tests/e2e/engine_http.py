@@ -29,12 +29,12 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
-    """A greedy answer that the engine gave while it did nothing else; `leads` is best minus second log-prob."""
+class Answer:
+    """A greedy answer of the engine itself; `leads` is the best minus the second log-prob at each token."""
 
     tokens: Tokens
-    logprobs: npt.NDArray[np.float64]
     leads: npt.NDArray[np.float64]
+    cached_tokens: int
 
     def near_tie(self, tokens: Tokens) -> bool:
         """Whether `tokens` are the same (False) or differ first at a near tie (True); AssertionError otherwise."""
@@ -99,9 +99,15 @@ class EngineHttp:
         """Order a fault from a simulated engine."""
         await self.post("/sim/fault", order)
 
-    async def alone(self, prompt: Sequence[int] | Tokens, max_new_tokens: int) -> Alone:
-        """Greedy tokens with their log-probs, computed without anything cached."""
+    async def alone(self, prompt: Sequence[int] | Tokens, max_new_tokens: int) -> Answer:
+        """Greedy tokens with their log-probs, computed by an idle engine without anything cached."""
         await self.flush()
+        answer = await self.uninterrupted(prompt, max_new_tokens)
+        assert answer.cached_tokens == 0
+        return answer
+
+    async def uninterrupted(self, prompt: Sequence[int] | Tokens, max_new_tokens: int) -> Answer:
+        """Greedy tokens with their log-probs, in one request."""
         answer = await self.post(
             "/generate",
             {
@@ -113,15 +119,14 @@ class EngineHttp:
             },
         )
         meta = answer["meta_info"]
-        assert meta["cached_tokens"] == 0
-        return Alone(
+        return Answer(
             np.array(answer["output_ids"], np.uint32),
-            np.array([entry[0] for entry in meta["output_token_logprobs"]]),
             np.array([top[0][0] - top[1][0] for top in meta["output_top_logprobs"]]),
+            meta["cached_tokens"],
         )
 
 
-def near_ties(results: Sequence[RolloutResult], references: Sequence[Alone]) -> int:
+def near_ties(results: Sequence[RolloutResult], references: Sequence[Answer]) -> int:
     """Assert that every result completed with the tokens of its reference; returns how many differ at a near tie."""
     count = 0
     for result, reference in zip(results, references, strict=True):

@@ -7,10 +7,8 @@ Invariants
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -19,10 +17,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from tests.dying import dying
+
 READY_SECONDS = 60.0
 STOP_SECONDS = 30.0
 _POLL_SECONDS = 0.02
-_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 # Engines are watched closely and shutting down is quick, so that tests need not wait for either.
 QUICK: Mapping[str, str] = {
@@ -38,11 +37,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _die_with_parent() -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Child:
@@ -64,12 +58,11 @@ class Child:
         begin = self.log.stat().st_size
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                self._command,
+                dying(self._command),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self._environment,
-                preexec_fn=_die_with_parent,
             )
         deadline = time.monotonic() + READY_SECONDS
         while True:

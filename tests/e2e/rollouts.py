@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Unpack
 
 import numpy as np
@@ -39,6 +39,13 @@ async def submit_running(
         await client.submit(tokens, on_progress=on_progress, **{**words, "rollout_id": rollout_id})
     await all_run.wait()
     return ids
+
+
+async def until(condition: Callable[[], Awaitable[bool]], within_seconds: float = 60.0) -> None:
+    """Wait for what no event announces."""
+    async with asyncio.timeout(within_seconds):
+        while not await condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
 
 
 async def take(client: Client, count: int) -> dict[str, RolloutResult]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.conftest import Rig
-from tests.e2e.rollouts import LONG, prompt, submit_running, take
+from tests.e2e.rollouts import LONG, prompt, submit_running, take, until
 
 WITHIN_SECONDS = 1.0
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,9 +32,11 @@ async def drops_to(rig: Rig, running: int) -> float:
 
 async def reaches(rig: Rig, running: int) -> None:
     """Engines publish their counts every 15 decode steps; wait for the count to show what runs."""
-    async with asyncio.timeout(30):
-        while await rig.running() != running:
-            await asyncio.sleep(0.02)
+
+    async def shown() -> bool:
+        return await rig.running() == running
+
+    await until(shown)
 
 
 async def test_cancel(real: Rig, random: np.random.Generator) -> None:

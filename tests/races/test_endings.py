@@ -6,6 +6,7 @@ A race is a list of events. `LIVES` brings a rollout to a point of its life, `EN
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -22,7 +23,7 @@ from rolloutd.scheduler.events import (
     RemoveEngine,
     UpdateRollouts,
 )
-from rolloutd.scheduler.spec import RolloutUpdate
+from rolloutd.scheduler.spec import TOKEN_BYTES, RolloutUpdate
 from rolloutd.scheduler.states import AbortReason, Code, FaultKind, OnPreempt, Outcome, RolloutState, TaskType
 from tests.scheduler.kit import BACKGROUND, CONSUMER, REUSABLE, RUN, Bench, config, engine, spec
 
@@ -226,6 +227,19 @@ def test_a_preempted_rollout_resumes_from_its_tokens() -> None:
     assert (result.generated_tokens, result.attempts, result.preemptions) == (16, 2, 1)
     assert [(span.start, span.end, span.attempt) for span in result.spans] == [(0, 5, 1), (5, 16, 2)]
     bench.quiet()
+
+
+def test_an_id_prompt_resumes_from_its_tokens_although_its_engine_wrote_text_too() -> None:
+    bench = Bench(engine(slots=1))
+    bench.run(spec("r", max_new_tokens=100))
+    attempt = bench.live["r"]
+    bench.budget(max_rollouts=0)
+    bench.do(AttemptEnded(attempt.attempt_id, replace(bench.piece("r", 40, "abort"), text="forty words")))
+    bench.budget()
+    (resumed,) = bench.tick()
+    assert len(resumed.token_bytes) == len(attempt.token_bytes) + 39 * TOKEN_BYTES  # the last one is written again
+    bench.finish("r", 61)
+    assert bench.whole("r") and bench.result("r").text == ""
 
 
 def test_cancel_during_a_preemption_cancels() -> None:

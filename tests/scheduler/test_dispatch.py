@@ -9,10 +9,10 @@ import pytest
 from rolloutd.scheduler.actions import Dispatch
 from rolloutd.scheduler.events import DrainEngine, EngineReadiness, LoseEngine
 from rolloutd.scheduler.scoring import TERMS
-from rolloutd.scheduler.spec import Weights
+from rolloutd.scheduler.spec import Quota, Weights
 from rolloutd.scheduler.states import Code, FaultKind, Gate, Outcome, TaskType
 from rolloutd.scheduler.views import DecisionKind
-from tests.scheduler.kit import RUN, Bench, config, engine, engines, ids, prompt, spec, specs
+from tests.scheduler.kit import BACKGROUND, RUN, Bench, config, engine, engines, ids, prompt, spec, specs
 
 BIG_BATCHES = config(policy={"cold_start_batch_size": 64}, queue={"max_batch_size": 64})
 
@@ -190,6 +190,17 @@ def test_a_reservation_of_a_run_that_may_not_start_keeps_nobody_else_out() -> No
     bench.submit(spec("other"), run="other")
     bench.pass_time(2.0)
     assert "other" in bench.live
+
+
+def test_a_reservation_gives_way_to_a_floor_of_its_run() -> None:
+    bench = Bench(engine("e0", 8, kv_capacity_tokens=1000))
+    bench.run(*specs("r", 2, tokens=350, max_new_tokens=64))
+    bench.submit(spec("large", 800, max_new_tokens=100, deadline_seconds=500.0))
+    bench.pass_time(15.0)
+    bench.submit(spec("small"), spec("owed", rollout_class=BACKGROUND))
+    assert not bench.pass_time(2.0), "kept for the large one"
+    bench.budget(classes={BACKGROUND: Quota(floor_rollouts=1)})
+    assert [one.rollout_id for one in bench.tick()] == ["owed"]
 
 
 def test_a_reservation_moves_when_its_engine_is_lost() -> None:

@@ -8,8 +8,8 @@ import pytest
 
 from rolloutd.scheduler.actions import GroupFinished
 from rolloutd.scheduler.config import QueueSettings
-from rolloutd.scheduler.spec import TOKEN_BYTES, Weights
-from rolloutd.scheduler.states import FaultKind, Gate, Outcome, RolloutState
+from rolloutd.scheduler.spec import TOKEN_BYTES, RolloutSpec, Weights
+from rolloutd.scheduler.states import FaultKind, Gate, Outcome, RolloutClass, RolloutState
 from tests.scheduler.kit import BACKGROUND, CRITICAL, REUSABLE, Bench, config, engine, engines, ids, prompt, spec
 
 QUEUE = QueueSettings()
@@ -134,12 +134,12 @@ def computing() -> Bench:
     return bench
 
 
-def follower(name: str, rollout_class: object = REUSABLE, tail: int = 8) -> object:
-    return spec(name, rollout_class=rollout_class, token_bytes=prompt("lead", LONG_PROMPT) + ids([1] * tail))  # type: ignore[arg-type]
+def follower(name: str, rollout_class: RolloutClass = REUSABLE, tail: int = 8) -> RolloutSpec:
+    return spec(name, rollout_class=rollout_class, token_bytes=prompt("lead", LONG_PROMPT) + ids([1] * tail))
 
 
 def hold_of(bench: Bench, *names: str) -> None:
-    bench.submit(*[follower(name) for name in names])  # type: ignore[misc]
+    bench.submit(*[follower(name) for name in names])
     assert not bench.tick()
     assert all(bench.view(name).gate is Gate.HELD_FOR_PREFIX for name in names)
 
@@ -152,9 +152,9 @@ def test_reusable_work_waits_for_a_prefix_and_then_goes_where_it_is() -> None:
 
 
 @pytest.mark.parametrize("rollout_class", [CRITICAL, BACKGROUND])
-def test_other_classes_do_not_wait_for_a_prefix(rollout_class: object) -> None:
+def test_other_classes_do_not_wait_for_a_prefix(rollout_class: RolloutClass) -> None:
     bench = computing()
-    bench.submit(follower("a", rollout_class))  # type: ignore[arg-type]
+    bench.submit(follower("a", rollout_class))
     assert [one.rollout_id for one in bench.tick()] == ["a"]
 
 
@@ -174,7 +174,7 @@ def test_a_hold_ends_after_its_patience_and_does_not_start_again() -> None:
 
 def test_held_work_blocks_nothing_behind_it() -> None:
     bench = computing()
-    bench.submit(*[follower(f"a{index}") for index in range(12)], spec("free", rollout_class=REUSABLE))  # type: ignore[misc]
+    bench.submit(*[follower(f"a{index}") for index in range(12)], spec("free", rollout_class=REUSABLE))
     assert [one.rollout_id for one in bench.tick()] == ["free"]
 
 
@@ -299,4 +299,7 @@ def test_siblings_go_elsewhere_when_their_leaders_engine_is_full() -> None:
     bench.write(leader.rollout_id, 1)
     for name in [name for name in bench.live if name.startswith("fill")]:
         bench.finish(name)
-    assert len(bench.tick()) == 3
+    for one in bench.tick():  # all of them, or one that computes the prompt for the others on an engine that lacks it
+        bench.write(one.rollout_id, 1)
+    bench.tick()
+    assert len(bench.live) == 4

@@ -1,0 +1,185 @@
+"""Whether an entry may start on an engine now: the engine's side of every gate.
+
+Invariants
+- Asking changes nothing but caches; `note_blocked` is the one function that reserves room, for what is too large for any gap.
+- `engine_gate` names the first gate that is closed.
+
+What this module does not know: scores, turns, the budget's counters beyond asking `ledger` and `budgeting`.
+"""
+
+from __future__ import annotations
+
+from rolloutd.scheduler import budgeting, queueing
+from rolloutd.scheduler.engine import Engine
+from rolloutd.scheduler.entry import Entry
+from rolloutd.scheduler.rollout import Rollout
+from rolloutd.scheduler.run import Run
+from rolloutd.scheduler.states import Gate, RolloutClass
+from rolloutd.scheduler.world import World
+
+SHORT_ROOM_TOKENS = 4096  # of an engine's KV tokens, not promised to long work: a few reward queries
+SHORT_ROOM_PART = 16  # and at most this part of them
+LED_SECONDS = 2.0  # prefill takes a fraction of this, unless the engine is in trouble
+
+
+def engine_gate(world: World, entry: Entry, engine: Engine) -> tuple[Gate, int]:
+    """Whether this engine takes the entry's first member now, and the KV tokens to book."""
+    run = entry.run
+    facts = engine.facts
+    rollout = entry.members[0]
+    if engine not in servers(world, entry):
+        return Gate.NO_ENGINE, 0
+    if not (entry.short or entry.brief) and engine.free_slots(False, world.config.queue.reserved_short_slots) <= 0:
+        return Gate.SHORT_RESERVED, 0
+    if rollout.excluded and engine.engine_id in rollout.excluded and _another_serves(world, entry, rollout):
+        return Gate.NO_ENGINE, 0
+    settings = world.config.budget
+    claim = entry.claim_tokens(facts.page_tokens, settings.headroom_tokens)
+    if _kept_for_another(world, run.reserved_for, entry):
+        return Gate.RESERVED_FOR_LARGE, claim
+    gate = run.ledger.kv_gate(claim)
+    if gate is not Gate.OPEN:
+        return gate, claim
+    if not entry.short and _kept_for_another(world, engine.reserved_for, entry):
+        return Gate.RESERVED_FOR_LARGE, claim
+    if facts.kv_capacity_tokens:
+        if engine.slots_used:  # an empty engine takes anything that could ever fit
+            if engine.kv_claimed_tokens + claim > facts.kv_capacity_tokens:
+                return Gate.ENGINE_KV, claim
+            pressed = engine.kv_claimed_tokens + claim > settings.kv_watermark * facts.kv_capacity_tokens
+            if pressed and not entry.continuation:
+                return Gate.PRESSURE, claim
+            # What the engine would let wait is not sent; long work leaves some room for short work.
+            spare = min(SHORT_ROOM_TOKENS, facts.kv_capacity_tokens // SHORT_ROOM_PART)
+            capacity = facts.kv_capacity_tokens - (0 if entry.short or entry.continuation else spare)
+            if not engine.promises.fits(entry.prompt_tokens, rollout.remaining_tokens, capacity, facts.page_tokens):
+                return Gate.ENGINE_KV, claim
+        if engine.kv_by_run.get(run.run_id, 0) + claim > budgeting.engine_kv_limit(run, engine):
+            return Gate.ENGINE_KV_CEILING, claim
+    if _spoils_tail(world, entry, engine):
+        return Gate.CRITICAL_TAIL, claim
+    return Gate.OPEN, claim
+
+
+def servers(world: World, entry: Entry) -> tuple[Engine, ...]:
+    """The engines that could run the entry's first member when they are empty; looked up again when engines changed."""
+    mark = (world.fleet_mark, entry.members[0].remaining_tokens)
+    if entry.servers_mark != mark:
+        entry.servers = tuple(engine for engine in world.engines.values() if _could_serve(world, entry, engine))
+        entry.servers_mark = mark
+    return entry.servers
+
+
+def _could_serve(world: World, entry: Entry, engine: Engine) -> bool:
+    """Whether this engine, when empty, could run the entry's first member to its end."""
+    facts = engine.facts
+    if not world.serves(engine, entry.run, entry.pool, entry.labels):
+        return False
+    if entry.text is not None:
+        return True  # its length is a guess before the engine tokenised it; the engine refuses what is too long
+    whole = entry.prompt_tokens + entry.members[0].remaining_tokens
+    pages = -(-whole // facts.page_tokens) * facts.page_tokens
+    return not (
+        (facts.context_tokens and whole > facts.context_tokens)
+        or (facts.max_prompt_tokens and entry.prompt_tokens > facts.max_prompt_tokens)
+        or (facts.kv_capacity_tokens and pages > facts.kv_capacity_tokens)
+    )
+
+
+def reserved_short(world: World) -> int:
+    """Slots per engine kept for short work: only while some was seen lately, else long work may have them all."""
+    settings = world.config.queue
+    for other in world.runs.values():
+        if other.short_seen_at is not None and world.now - other.short_seen_at <= settings.reserve_memory_seconds:
+            return settings.reserved_short_slots
+    return 0
+
+
+def led_members(world: World, run: Run, pool: str) -> int:
+    """Critical rollouts that will want room as soon as their leader's first token comes: lower classes leave it to them.
+
+    A leader that is slow stops keeping room after `LED_SECONDS`; its siblings go on waiting for it for longer.
+    """
+    run.led = [
+        entry
+        for entry in run.led
+        if entry.held_gate is Gate.HELD_FOR_LEADER
+        and entry.backlog is not None
+        and world.now - entry.held_at < LED_SECONDS
+    ]
+    return sum(len(entry.members) for entry in run.led if entry.pool == pool)
+
+
+def _another_serves(world: World, entry: Entry, rollout: Rollout) -> bool:
+    """Whether some ready engine that has not failed this rollout could take it; if none, the others get another chance."""
+    return any(
+        engine.engine_id not in rollout.excluded and engine.state(world.now) == "ready"
+        for engine in servers(world, entry)
+    )
+
+
+def _kept_for_another(world: World, keeper: Entry | None, entry: Entry) -> bool:
+    """Whether room is kept for another entry that could use it now.
+
+    A run that may not start keeps nobody out, and work of its own run that is owed a floor goes first.
+    """
+    if keeper is None or keeper is entry or keeper.held:
+        return False
+    run = keeper.run
+    if entry.run is run and (run.ledger.class_owed(entry.rollout_class) or run.ledger.task_owed(entry.task_type)):
+        return False
+    if budgeting.run_gate(world, run, keeper.rollout_class) is not Gate.OPEN:
+        return False
+    return run.ledger.gate(keeper.rollout_class, keeper.task_type, world.run_slots(run)) is Gate.OPEN
+
+
+def _spoils_tail(world: World, entry: Entry, engine: Engine) -> bool:
+    """Whether lower-class work would slow the last critical rollouts of a step the trainer waits for.
+
+    While no critical work queues but some runs here, lower classes fill the engine only up to a share of its slots: every
+    sequence in a batch makes each token of the others later.
+    """
+    if entry.rollout_class is RolloutClass.CRITICAL or entry.short or not engine.critical_used:
+        return False
+    run = entry.run
+    if run.pressure(world.now) < 1.0 or any(
+        backlog.count
+        for (_, rollout_class, short), backlog in run.backlogs.items()
+        if rollout_class is RolloutClass.CRITICAL and not short
+    ):
+        return False
+    policy = world.config.policy
+    fill = run.phase.between(policy.cold_start_tail_fill, policy.stable_tail_fill)
+    return engine.slots_used >= max(1, int(fill * engine.facts.slots))
+
+
+def note_blocked(world: World, entry: Entry, gate: Gate) -> None:
+    """A rollout too large for any gap gets what frees up kept for it after a while, so that it cannot starve.
+
+    Too large for an engine: one engine's room. Too large for the budget's gaps: the run's KV tokens.
+    """
+    if gate not in (Gate.ENGINE_KV, Gate.PRESSURE, Gate.ENGINE_KV_CEILING, Gate.CEILING_KV):
+        return
+    if entry.blocked_since is None:
+        entry.blocked_since = world.now
+    elif gate is Gate.CEILING_KV:
+        run = entry.run
+        limit = run.ledger.budget.max_kv_tokens
+        page = world.config.index.page_tokens
+        claim = entry.claim_tokens(page, world.config.budget.headroom_tokens)
+        waited = world.now - entry.blocked_since >= world.config.queue.large_reserve_seconds
+        if waited and run.reserved_for is None and limit is not None and claim <= limit:
+            run.reserved_for = entry
+            for engine in world.engines.values():
+                keeper = engine.reserved_for
+                if keeper is not None and keeper is not entry and keeper.run is run:
+                    engine.reserved_for = None  # or the two would keep each other out
+    elif world.now - entry.blocked_since >= world.config.queue.large_reserve_seconds:
+        engines = [
+            engine
+            for engine in servers(world, entry)
+            if engine.is_open(world.now) and engine.reserved_for in (None, entry)
+        ]
+        if engines and not any(engine.reserved_for is entry for engine in engines):
+            queueing.release_reservations(world, entry)  # of an engine that is gone
+            min(engines, key=lambda engine: engine.kv_claimed_tokens).reserved_for = entry

@@ -1,0 +1,94 @@
+"""What an engine has promised of its KV cache to the rollouts it runs: SGLang's own rule for letting one more in.
+
+A new rollout is let in when its prompt, its output (at most CLIPPED_TOKENS of it) and a page fit into what is neither held
+nor promised. A running one is promised a share of what it may still write, or all of it when it ignores the end token. The
+share starts at FIRST_SHARE when the engine is empty and falls with each decode step. One that does not fit stays in the
+engine's queue, and then nothing behind it is let in either until a running one leaves: so it must not be sent.
+
+Invariants
+- The sums are those over the promises that were made and not released; `check()` of the core re-derives them.
+- The share used here is never below the engine's, except after it had to retract: the longest output since the engine was
+  empty is a lower bound of its decode steps.
+
+What this module does not know: claims and budgets (`permit.py`), which count what is expected and not what is promised.
+"""
+
+from __future__ import annotations
+
+# SGLang 0.5.23: SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION, SGLANG_INIT_NEW_TOKEN_RATIO, SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR and
+# SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS, at a --schedule-conservativeness of 1.
+CLIPPED_TOKENS = 4096
+FIRST_SHARE = 0.7
+LAST_SHARE = 0.7 * 0.14
+SHARE_DECAY_STEPS = 600
+UNREPORTED_TOKENS = 64  # what a rollout may have written since its last report; as `budget.headroom_tokens`
+
+
+class Promise:
+    """To one attempt. `in_full`: it ignores the end token."""
+
+    __slots__ = ("generated_tokens", "in_full", "output_tokens", "prompt_tokens")
+
+    def __init__(self, prompt_tokens: int, output_tokens: int, in_full: bool) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.in_full = in_full
+        self.generated_tokens = 0
+
+    @property
+    def rest_tokens(self) -> int:
+        """Output it may still write, as far as it counts."""
+        return min(max(0, self.output_tokens - self.generated_tokens), CLIPPED_TOKENS)
+
+
+class Promises:
+    """Those of one engine."""
+
+    __slots__ = ("count", "full_tokens", "held_tokens", "longest_tokens", "part_count", "part_tokens")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.held_tokens = 0  # prompts and outputs so far; a shared prefix counts once for each
+        self.full_tokens = 0  # output that may still come of those that ignore the end token
+        self.part_tokens = 0  # and of the others
+        self.part_count = 0
+        self.longest_tokens = 0  # output since the engine was empty
+
+    def make(self, promise: Promise) -> None:
+        self.count += 1
+        self.part_count += not promise.in_full
+        self._add(promise, 1)
+
+    def note_written(self, promise: Promise, generated_tokens: int) -> None:
+        self._add(promise, -1)
+        promise.generated_tokens = generated_tokens
+        self._add(promise, 1)
+        self.longest_tokens = max(self.longest_tokens, generated_tokens)
+
+    def release(self, promise: Promise) -> None:
+        self.count -= 1
+        self.part_count -= not promise.in_full
+        self._add(promise, -1)
+        if not self.count:
+            self.longest_tokens = 0
+
+    def fits(self, prompt_tokens: int, output_tokens: int, capacity_tokens: int, page_tokens: int) -> bool:
+        """Whether the engine would let one more in now. An empty one always does."""
+        if not self.count:
+            return True
+        needed = prompt_tokens + min(output_tokens, CLIPPED_TOKENS) + page_tokens
+        promised = self.full_tokens + self.share * self.part_tokens + self.count * page_tokens
+        unreported = (1.0 - self.share) * min(self.part_tokens, self.part_count * UNREPORTED_TOKENS)
+        return needed < capacity_tokens - self.held_tokens - promised - unreported
+
+    @property
+    def share(self) -> float:
+        fallen = (FIRST_SHARE - LAST_SHARE) * self.longest_tokens / SHARE_DECAY_STEPS
+        return max(LAST_SHARE, FIRST_SHARE - fallen)
+
+    def _add(self, promise: Promise, sign: int) -> None:
+        self.held_tokens += sign * (promise.prompt_tokens + promise.generated_tokens)
+        if promise.in_full:
+            self.full_tokens += sign * promise.rest_tokens
+        else:
+            self.part_tokens += sign * promise.rest_tokens
