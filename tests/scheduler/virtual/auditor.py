@@ -30,11 +30,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 
 from rolloutd.bench.virtual import Simulation
 from rolloutd.bench.virtual_faults import FaultyEngine
 from rolloutd.engines.sim.tokens import Expected, Model, expected_output, score
-from rolloutd.scheduler import budgeting, placement
+from rolloutd.scheduler import budgeting, gates
 from rolloutd.scheduler.actions import Abort, Action, Deliver, Dispatch, Finished, GroupFinished, Refuse
 from rolloutd.scheduler.config import SchedulerConfig
 from rolloutd.scheduler.entry import Entry
@@ -55,7 +56,7 @@ from rolloutd.scheduler.ledger import NO_QUOTA
 from rolloutd.scheduler.result import RolloutResult
 from rolloutd.scheduler.rollout import Rollout
 from rolloutd.scheduler.run import Run
-from rolloutd.scheduler.spec import TOKEN_BYTES, Budget
+from rolloutd.scheduler.spec import TOKEN_BYTES, Budget, Quota
 from rolloutd.scheduler.states import (
     SHORT_TASKS,
     AbortReason,
@@ -74,6 +75,8 @@ ATTEMPT_ID_CHARS = 32
 MIB = 1 << 20
 
 Key = tuple[str, str]  # (run id, rollout id)
+# (run id, RolloutClass or TaskType, its member): members of the two are equal as numbers
+Kind = tuple[str, type[RolloutClass] | type[TaskType], RolloutClass | TaskType]
 
 
 class Watched:
@@ -123,7 +126,7 @@ class Auditor:
         self._reserved: set[Rollout] = set()  # for whom room was kept before the event
         self._ended_runs: set[str] = set()
         self._cancelling_runs: set[str] = set()  # cancel_on_disconnect at some time
-        self._over_since: dict[tuple[str, object], float] = {}
+        self._over_since: dict[Kind, float] = {}
 
     def observe(self, event: Event, actions: list[Action]) -> None:
         """After every event."""
@@ -400,7 +403,7 @@ class Auditor:
         now = self.simulation.now
         running: Counter[str] = Counter()
         kv_tokens: Counter[str] = Counter()
-        kinds: Counter[tuple[str, object]] = Counter()
+        kinds: Counter[Kind] = Counter()
         kv_by_engine: Counter[tuple[str, str]] = Counter()
         for engine_id, engine in self.simulation.engines.items():
             if isinstance(engine, FaultyEngine) and not engine.answers(now, grace):
@@ -416,8 +419,8 @@ class Auditor:
                     continue
                 run_id = attempt.rollout.run.run_id
                 running[run_id] += 1
-                kinds[run_id, attempt.rollout.rollout_class] += 1
-                kinds[run_id, attempt.rollout.task_type] += 1
+                kinds[run_id, RolloutClass, attempt.rollout.rollout_class] += 1
+                kinds[run_id, TaskType, attempt.rollout.task_type] += 1
                 if not lossy:
                     kv_tokens[run_id] += max(0, tokens - page)
                     kv_by_engine[run_id, engine_id] += max(0, tokens - page)
@@ -446,19 +449,18 @@ class Auditor:
             limits.append(int(budget.max_inference_mb * tokens_per_mb))
         return min(limits, default=None)
 
-    def _check_kinds(self, kinds: Counter[tuple[str, object]]) -> None:
+    def _check_kinds(self, kinds: Counter[Kind]) -> None:
         now = self.simulation.now
         over = {}
-        for (run_id, kind), count in kinds.items():
+        for kind, count in kinds.items():
+            run_id, vocabulary, member = kind
             budget = self.world.runs[run_id].ledger.budget
-            quota = budget.classes.get(kind) if isinstance(kind, RolloutClass) else None
-            if isinstance(kind, TaskType):
-                quota = budget.tasks.get(kind)
-            if quota is not None and quota.max_rollouts is not None and count > quota.max_rollouts:
-                since = self._over_since.get((run_id, kind), now)
-                over[run_id, kind] = since
-                assert now - since <= self.config.budget.shrink_seconds, (
-                    f"{now}: {count} rollouts of {run_id} {kind!r} run since {since}, {quota.max_rollouts} may"
+            quotas: Mapping[int, Quota] = budget.classes if vocabulary is RolloutClass else budget.tasks
+            limit = quotas.get(member, NO_QUOTA).max_rollouts
+            if limit is not None and count > limit:
+                over[kind] = self._over_since.get(kind, now)
+                assert now - over[kind] <= self.config.budget.shrink_seconds, (
+                    f"{now}: {count} rollouts of {run_id} {member!r} run since {over[kind]}, {limit} may"
                 )
         self._over_since = over
 
@@ -509,7 +511,7 @@ class Auditor:
         ledger = run.ledger
         if budgeting.run_gate(world, run, entry.rollout_class) is not Gate.OPEN:
             return
-        keep_short = placement.reserved_short(world, run)
+        keep_short = gates.reserved_short(world)
         what = f"{world.now}: {run.run_id} {entry.rollout_class.name} is owed {owed}"
         self.counts["floors looked at"] += 1
         at_rest = (
@@ -517,7 +519,7 @@ class Auditor:
         )
         above = self._above_floors(run, dispatched)
         for engine in world.engines.values():
-            if not engine.is_open(world.now) or placement.engine_gate(world, entry, engine)[0] is not Gate.OPEN:
+            if not engine.is_open(world.now) or gates.engine_gate(world, entry, engine)[0] is not Gate.OPEN:
                 continue
             if at_rest:
                 assert engine.free_slots(entry.short, keep_short) <= 0, f"{what} and {engine.engine_id} has room (F1)"
