@@ -212,3 +212,12 @@ def test_a_task_below_its_floor_goes_before_others_of_its_class() -> None:
     bench.submit(*specs("a", 2))
     bench.submit(spec("replay", task_type=REPLAY))
     assert [one.rollout_id for one in bench.tick()] == ["replay"]
+
+
+def test_a_floor_does_not_wait_for_the_leader_of_critical_work() -> None:
+    bench = Bench(engine(slots=4))
+    bench.budget(classes={BACKGROUND: Quota(floor_rollouts=2)})
+    bench.submit(spec("g", 64, samples=4))
+    assert len(bench.tick()) == 1
+    bench.submit(*specs("a", 4, BACKGROUND))
+    assert sorted(one.rollout_id for one in bench.tick()) == ["a0", "a1"]
