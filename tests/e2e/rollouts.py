@@ -44,7 +44,7 @@ async def submit_running(
 async def until(condition: Callable[[], Awaitable[bool]], within_seconds: float = 60.0) -> None:
     """Wait for what no event announces."""
     async with asyncio.timeout(within_seconds):
-        while not await condition():  # noqa: ASYNC110
+        while not await condition():  # noqa: ASYNC110 - another process's state sets no event of ours
             await asyncio.sleep(0.02)
 
 
