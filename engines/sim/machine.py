@@ -14,7 +14,6 @@ Differences from SGLang 0.5.23: prefill is not chunked, and a request that is al
 
 from __future__ import annotations
 
-import heapq
 from dataclasses import replace
 from typing import Any
 
@@ -34,6 +33,7 @@ from rolloutd.engines.sim.config import (
 from rolloutd.engines.sim.counters import NANO, Counters
 from rolloutd.engines.sim.pool import KvPool
 from rolloutd.engines.sim.request import Frame, LoadSnapshot, Sequence, SimRequest
+from rolloutd.engines.sim.stretch import Stretch
 from rolloutd.engines.sim.tokens import TokenWriter
 
 
@@ -52,13 +52,8 @@ class SimMachine:
         self._prefilling: list[Sequence] = []
         self._live: dict[str, Sequence] = {}
         self._frames: list[Frame] = []
-        self._events: list[tuple[int, int, Sequence]] = []  # (step, tie-break, sequence): flush or end
-        self._ties = 0
         self._now = 0  # time of the last handled event, or of the last call
-        self._anchor = 0  # when the current stretch of decode steps began
-        self._anchor_step = 0  # decode steps completed before it
-        self._tau = 0  # length of one decode step of the stretch; 0 while not decoding
-        self._memory_step = 0  # the step that can not be launched for lack of KV
+        self._stretch = Stretch()
         self._prefill_end: int | None = None
         self._attend: int | None = None  # look at queue, aborts and pause at the first boundary from then on
         self._batch_full = False
@@ -164,7 +159,7 @@ class SimMachine:
     @property
     def pause_pending(self) -> bool:
         """A pause was asked for and the pass in flight is not over yet."""
-        return self.paused is not None and (self._tau > 0 or self._prefill_end is not None)
+        return self.paused is not None and (self._stretch.tau > 0 or self._prefill_end is not None)
 
     def live_rids(self) -> tuple[list[str], list[str]]:
         """(admitted, waiting) rids."""
@@ -177,10 +172,8 @@ class SimMachine:
         if self._frozen is not None:
             return self._frozen
         self._update_rate()
-        steps = self._steps_done(self._now)
-        pool, page = self._pool, self.config.page_size_tokens
-        launched = min(steps + 1, self._memory_step) - self._anchor_step
-        growth = pool.growth_pages(self._anchor_step, launched) if self._tau else 0
+        pool, page, stretch = self._pool, self.config.page_size_tokens, self._stretch
+        growth = pool.growth_pages(stretch.anchor_step, stretch.steps_launched(self._now)) if stretch.tau else 0
         used = pool.owned_pages + growth + pool.cache.cached_pages - pool.cache.evictable_pages
         waiting = list(self._queue)
         uncached = sum(
@@ -191,7 +184,7 @@ class SimMachine:
         )
         return self._counters.snapshot(
             self._now,
-            self._generated_at(steps),
+            self._generated_at(stretch.steps_done(self._now)),
             len(self._running),
             waiting,
             used * page,
@@ -204,7 +197,7 @@ class SimMachine:
         pool = self._pool
         pool.cache.check()
         assert 0 <= pool.free_pages
-        steps = self._anchor_step
+        steps = self._stretch.anchor_step
         owned = 0
         for sequence in [*self._running.values(), *self._prefilling]:
             assert sequence.holding is not None
@@ -225,8 +218,8 @@ class SimMachine:
             if self._prefill_end is not None:
                 self._end_prefill()
                 self._decide()
-            elif self._tau:
-                self._run_steps(self._steps_done(event))
+            elif self._stretch.tau:
+                self._run_steps(self._stretch.steps_done(event))
             else:
                 self._attend = None
                 self._decide()
@@ -235,29 +228,15 @@ class SimMachine:
     def _next_event(self) -> int | None:
         if self._prefill_end is not None:
             return self._prefill_end
-        if not self._tau:
-            return self._attend
-        step = self._memory_step
-        while self._events:
-            head, _, sequence = self._events[0]
-            if sequence.event_step == head:
-                step = min(step, head)
-                break
-            heapq.heappop(self._events)  # left, or scheduled anew
-        if self._attend is not None:
-            step = min(step, self._anchor_step - (self._anchor - self._attend) // self._tau)  # rounds up
-        return self._anchor + (step - self._anchor_step) * self._tau
-
-    def _steps_done(self, now: int) -> int:
-        return self._anchor_step + ((now - self._anchor) // self._tau if self._tau else 0)
+        return self._stretch.next_event(self._attend) if self._stretch.tau else self._attend
 
     def _produced(self, sequence: Sequence) -> int:
         if sequence.request.rid in self._running:
-            return self._steps_done(self._now) - sequence.start_step
+            return self._stretch.steps_done(self._now) - sequence.start_step
         return sequence.produced
 
     def _generated_at(self, steps: int) -> int:
-        in_stretch = (steps - self._anchor_step) * len(self._running) if self._tau else 0
+        in_stretch = (steps - self._stretch.anchor_step) * len(self._running) if self._stretch.tau else 0
         return self._counters.generated_tokens + in_stretch
 
     def _look_at_next_boundary(self) -> None:
@@ -266,14 +245,8 @@ class SimMachine:
 
     def _run_steps(self, step: int) -> None:
         """A boundary between decode steps at which something is due."""
-        due: list[Sequence] = []
-        while self._events and self._events[0][0] <= step:
-            head, _, sequence = heapq.heappop(self._events)
-            if sequence.event_step == head:
-                sequence.event_step = -1  # a second entry for the same step is stale
-                due.append(sequence)
         ending = []
-        for sequence in due:
+        for sequence in self._stretch.take_due(step):
             writer = sequence.writer
             assert writer is not None
             produced = step - sequence.start_step
@@ -282,7 +255,7 @@ class SimMachine:
             else:
                 self._emit(sequence, produced)
                 self._schedule_event(sequence)
-        if not ending and self._attend is None and step < self._memory_step:
+        if not ending and self._attend is None and step < self._stretch.memory_step:
             return
         self._stop_decoding(step)
         for sequence in ending:
@@ -291,13 +264,11 @@ class SimMachine:
 
     def _stop_decoding(self, step: int) -> None:
         """Book the steps of the stretch that ends here."""
-        steps = step - self._anchor_step
-        self._pool.grow(self._anchor_step, steps)
+        steps = step - self._stretch.anchor_step
+        self._pool.grow(self._stretch.anchor_step, steps)
         self._counters.generated_tokens += steps * len(self._running)
         self._ratio.decay(steps)
-        self._tau = 0
-        self._anchor_step = step
-        self._anchor = self._now
+        self._stretch.end(self._now, step)
         for sequence in self._running.values():
             sequence.produced = step - sequence.start_step
 
@@ -316,19 +287,18 @@ class SimMachine:
         self._aborting.clear()
         if self._start_prefill() or not self._running:
             return
-        if self._pool.growth_pages(self._anchor_step, 1) > self._pool.available_pages:
+        if self._pool.growth_pages(self._stretch.anchor_step, 1) > self._pool.available_pages:
             self._make_room()
             if not self._running:
                 self._attend = self._now if len(self._queue) else None
                 return
-        self._anchor = self._now
-        self._tau = max(1, round(self._timing.decode_step_seconds(len(self._running)) * NANO))
-        self._memory_step = self._anchor_step + self._pool.steps_that_fit(self._anchor_step)
+        tau = max(1, round(self._timing.decode_step_seconds(len(self._running)) * NANO))
+        self._stretch.begin(self._now, tau, self._pool.steps_that_fit(self._stretch.anchor_step))
         if len(self._queue) and not self._batch_full:
             self._attend = self._now + 1  # memory was made: try to admit after one step
 
     def _update_rate(self) -> None:
-        generated = self._generated_at(self._steps_done(self._now))
+        generated = self._generated_at(self._stretch.steps_done(self._now))
         self._counters.update_rate(self._now, generated, bool(self._running))
 
     # ---- prefill --------------------------------------------------------------------------------------------------
@@ -367,7 +337,7 @@ class SimMachine:
 
     def _end_prefill(self) -> None:
         batch, self._prefilling, self._prefill_end = self._prefilling, [], None
-        step = self._anchor_step
+        step = self._stretch.anchor_step
         for sequence in batch:
             assert sequence.holding is not None and sequence.writer is not None
             request = sequence.request
@@ -400,9 +370,7 @@ class SimMachine:
         assert sequence.writer is not None
         target = max(sequence.sent + self._interval(sequence), self._produced(sequence) + 1)
         sequence.writer.write_until(target)
-        sequence.event_step = sequence.start_step + min(target, sequence.writer.written_tokens)
-        self._ties += 1
-        heapq.heappush(self._events, (sequence.event_step, self._ties, sequence))
+        self._stretch.schedule(sequence, sequence.start_step + min(target, sequence.writer.written_tokens))
 
     def _emit(
         self, sequence: Sequence, upto: int, finish_reason: dict[str, Any] | None = None, queued: bool = False
@@ -494,8 +462,8 @@ class SimMachine:
         order = sorted(self._running.values(), key=lambda s: (s.produced, -s.request.prompt_tokens), reverse=True)
         while len(order) > 1:
             self._retract(order.pop())
-            if self._pool.growth_pages(self._anchor_step, 1) <= self._pool.available_pages:
+            if self._pool.growth_pages(self._stretch.anchor_step, 1) <= self._pool.available_pages:
                 break
-        if self._pool.growth_pages(self._anchor_step, 1) > self._pool.available_pages:
+        if self._pool.growth_pages(self._stretch.anchor_step, 1) > self._pool.available_pages:
             self._end_running(order.pop(), OUT_OF_MEMORY)
         self._ratio.after_retraction(list(self._running.values()))

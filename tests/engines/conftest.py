@@ -1,0 +1,15 @@
+"""Fixtures of the engine doors' tests."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import pytest
+
+from tests.engines.sim_wire_kit import Client, engine
+
+
+@pytest.fixture
+async def sim() -> AsyncIterator[Client]:
+    async with engine() as client:
+        yield client
