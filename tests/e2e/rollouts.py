@@ -36,7 +36,8 @@ async def submit_running(
 
     ids = list(silent)
     for rollout_id, tokens in list(silent.items()):
-        await client.submit(tokens, on_progress=on_progress, **{**words, "rollout_id": rollout_id})
+        words["rollout_id"] = rollout_id
+        await client.submit(tokens, on_progress=on_progress, **words)
     await all_run.wait()
     return ids
 
