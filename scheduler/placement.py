@@ -193,7 +193,11 @@ def _choose(
 def _looks(
     turn: turns.Turn, roomy: list[Engine], diversity: float, tasks: set[TaskType], owed: set[TaskType]
 ) -> Iterator[list[Entry]]:
-    """Entries to score, one look after the other: tasks below their floor, who is overdue, the first of each lane, the rest."""
+    """Entries to score, one look after the other.
+
+    For whom room is kept (nobody else may have it, so it must be seen), tasks below their floor, who is overdue, the first of
+    each lane, the rest.
+    """
     mix = turn.run.mix
     backlog = turn.backlog
 
@@ -202,6 +206,10 @@ def _looks(
         return diversity * max(0.0, target - mix.dispatched_share(stratum)) / target if target > 0 else 0.0
 
     keys = [engine.cache_key for engine in roomy]
+    keepers = [turn.run.reserved_for, *(engine.reserved_for for engine in roomy)]
+    kept = [one for one in keepers if one is not None and one.backlog is backlog and not one.held]
+    if kept:
+        yield [one for one in kept if one.task_type in tasks]
     if owed:
         yield backlog.candidates(keys, lane_bonus, owed, HEADS_PER_LANE)
     oldest = backlog.oldest()

@@ -105,6 +105,20 @@ def test_a_reservation_that_is_used_asks_for_another_pass() -> None:
     assert {one.rollout_id for one in bench.tick()} == {"large", "small"}
 
 
+def test_whom_room_is_kept_for_is_looked_at_however_many_wait_before_it() -> None:
+    """Only the first few of a queue are scored: with the room kept for one behind them, nobody could start any more."""
+    bench = Bench(engine(slots=4), settings=config(queue={"large_reserve_seconds": 1.0}))
+    bench.budget(max_kv_tokens=400)
+    bench.run(spec("first", 300, BACKGROUND))
+    bench.submit(spec("large", 350, deadline_seconds=500.0))
+    bench.pass_time(2.0, 0.5)
+    kept = bench.its_run().reserved_for
+    assert kept is not None and kept.members[0].rollout_id == "large"
+    bench.submit(*specs("urgent", 12, deadline_seconds=100.0))
+    bench.finish("first")
+    assert [one.rollout_id for one in bench.tick()][0] == "large"
+
+
 def test_two_reservations_of_one_run_do_not_keep_each_other_out() -> None:
     """One entry has the run's KV tokens kept for it, the other the only engine that is left: neither could ever start."""
     bench = Bench(
