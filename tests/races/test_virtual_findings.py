@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rolloutd.scheduler.events import AttemptEnded, LoseEngine, UpdateRollouts
+from rolloutd.scheduler.events import AttemptEnded, LoseEngine, PauseRun, ResumeRun, UpdateRollouts
 from rolloutd.scheduler.result import Piece
 from rolloutd.scheduler.spec import Quota, RolloutUpdate
 from rolloutd.scheduler.states import FaultKind, Outcome, TaskType, TrainerState
@@ -107,16 +107,14 @@ def test_a_reservation_that_is_used_asks_for_another_pass() -> None:
 
 def test_whom_room_is_kept_for_is_looked_at_however_many_wait_before_it() -> None:
     """Only the first few of a queue are scored: with the room kept for one behind them, nobody could start any more."""
-    bench = Bench(engine(slots=4), settings=config(queue={"large_reserve_seconds": 1.0}))
-    bench.budget(max_kv_tokens=400)
-    bench.run(spec("first", 300, BACKGROUND))
-    bench.submit(spec("large", 350, deadline_seconds=500.0))
-    bench.pass_time(2.0, 0.5)
-    kept = bench.its_run().reserved_for
-    assert kept is not None and kept.members[0].rollout_id == "large"
-    bench.submit(*specs("urgent", 12, deadline_seconds=100.0))
-    bench.finish("first")
-    assert [one.rollout_id for one in bench.tick()][0] == "large"
+    bench = Bench(engine(slots=16))
+    bench.do(PauseRun(RUN))
+    bench.submit(*specs("a", 12))
+    run = bench.its_run()
+    run.reserved_for = run.rollouts["a11"].entry
+    bench.do(ResumeRun(RUN))
+    assert [one.rollout_id for one in bench.tick()][0] == "a11"
+    assert len(bench.live) == 12
 
 
 def test_two_reservations_of_one_run_do_not_keep_each_other_out() -> None:
