@@ -15,16 +15,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 
 from rolloutd.bench.virtual import Simulation
 from rolloutd.bench.virtual_faults import FaultyEngine
 from rolloutd.scheduler.config import SchedulerConfig
+from rolloutd.scheduler.ledger import NO_QUOTA
 from rolloutd.scheduler.run import Run
-from rolloutd.scheduler.spec import Budget
+from rolloutd.scheduler.spec import Budget, Quota
 from rolloutd.scheduler.states import RolloutClass, TaskType
 from rolloutd.scheduler.world import World
 
 MIB = 1 << 20
+
+# (run id, RolloutClass or TaskType, its member): members of the two are equal as numbers
+Kind = tuple[str, type[RolloutClass] | type[TaskType], RolloutClass | TaskType]
 
 
 class Ceilings:
@@ -34,7 +39,7 @@ class Ceilings:
         self.config = config
         self.counts = counts
         self._budgets: dict[str, list[tuple[float, Budget]]] = {}  # run id -> (in force since, budget), newest last
-        self._over_since: dict[tuple[str, object], float] = {}
+        self._over_since: dict[Kind, float] = {}
 
     def observe(self) -> None:
         """After every event."""
@@ -63,7 +68,7 @@ class Ceilings:
         now = self.simulation.now
         running: Counter[str] = Counter()
         kv_tokens: Counter[str] = Counter()
-        kinds: Counter[tuple[str, object]] = Counter()
+        kinds: Counter[Kind] = Counter()
         kv_by_engine: Counter[tuple[str, str]] = Counter()
         for engine_id, engine in self.simulation.engines.items():
             if isinstance(engine, FaultyEngine) and not engine.answers(now, grace):
@@ -79,8 +84,8 @@ class Ceilings:
                     continue
                 run_id = attempt.rollout.run.run_id
                 running[run_id] += 1
-                kinds[run_id, attempt.rollout.rollout_class] += 1
-                kinds[run_id, attempt.rollout.task_type] += 1
+                kinds[run_id, RolloutClass, attempt.rollout.rollout_class] += 1
+                kinds[run_id, TaskType, attempt.rollout.task_type] += 1
                 if not lossy:
                     kv_tokens[run_id] += max(0, tokens - page)
                     kv_by_engine[run_id, engine_id] += max(0, tokens - page)
@@ -109,19 +114,18 @@ class Ceilings:
             limits.append(int(budget.max_inference_mb * tokens_per_mb))
         return min(limits, default=None)
 
-    def _check_kinds(self, kinds: Counter[tuple[str, object]]) -> None:
+    def _check_kinds(self, kinds: Counter[Kind]) -> None:
         now = self.simulation.now
         over = {}
-        for (run_id, kind), count in kinds.items():
+        for kind, count in kinds.items():
+            run_id, vocabulary, member = kind
             budget = self.world.runs[run_id].ledger.budget
-            quota = budget.classes.get(kind) if isinstance(kind, RolloutClass) else None
-            if isinstance(kind, TaskType):
-                quota = budget.tasks.get(kind)
-            if quota is not None and quota.max_rollouts is not None and count > quota.max_rollouts:
-                since = self._over_since.get((run_id, kind), now)
-                over[run_id, kind] = since
-                assert now - since <= self.config.budget.shrink_seconds, (
-                    f"{now}: {count} rollouts of {run_id} {kind!r} run since {since}, {quota.max_rollouts} may"
+            quotas: Mapping[int, Quota] = budget.classes if vocabulary is RolloutClass else budget.tasks
+            limit = quotas.get(member, NO_QUOTA).max_rollouts
+            if limit is not None and count > limit:
+                over[kind] = self._over_since.get(kind, now)
+                assert now - over[kind] <= self.config.budget.shrink_seconds, (
+                    f"{now}: {count} rollouts of {run_id} {member!r} run since {over[kind]}, {limit} may"
                 )
         self._over_since = over
 
