@@ -69,7 +69,7 @@ def cut_interrupted(rollout: Rollout, piece: Piece) -> None:
     """The last token of an aborted attempt is written again by the next one: see `Piece.without_last_token`."""
     if not rollout.pieces or rollout.pieces[-1] is not piece:
         return
-    left = piece.without_last_token(rollout.spec.text is not None)
+    left = piece.without_last_token(rollout.spec.of_text)
     if left.token_bytes or left.prompt_logprob_bytes:
         rollout.pieces[-1] = left
     else:
@@ -313,7 +313,7 @@ def _result(rollout: Rollout, outcome: Outcome, error: Refusal | None, now: floa
         token_bytes=b"".join(piece.token_bytes for piece in pieces),
         logprob_bytes=logprobs if len(logprobs) == generated * 4 else b"",
         top_logprobs=tuple(row for piece in pieces for row in piece.top_logprobs),
-        text="" if spec.text is None else "".join(piece.text for piece in pieces),
+        text="".join(piece.text for piece in pieces) if spec.of_text else "",
         prompt_token_bytes=spec.token_bytes
         if spec.return_prompt_tokens
         else (pieces[0].prompt_token_bytes if pieces else b""),

@@ -151,8 +151,8 @@ def _roomy_engines(world: World, turn: turns.Turn, pool: str) -> tuple[list[Engi
     if not roomy:
         spare = any(engine.free_slots(True, 0) > 0 for engine in engines)
         return [], Gate.SHORT_RESERVED if spare else Gate.ENGINE_SLOTS
-    below = turn.run.ledger.class_owed(turn.rollout_class)  # a floor is not lent to who waits for a leader
-    if turn.run.led and not turn.short and turn.rollout_class is not RolloutClass.CRITICAL and not below:
+    waits_for_critical = turn.run.led and not turn.short and turn.rollout_class is not RolloutClass.CRITICAL
+    if waits_for_critical and not turns.owed(turn.run, turn):
         free = sum(engine.free_slots(False, keep_short) for engine in roomy)
         if free <= gates.led_members(world, turn.run, pool):
             return [], Gate.HELD_FOR_LEADER

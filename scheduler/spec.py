@@ -57,6 +57,11 @@ class RolloutSpec:
     def prompt_tokens(self) -> int:
         return len(self.token_bytes) // TOKEN_BYTES
 
+    @property
+    def of_text(self) -> bool:
+        """Whether the caller gave text, and so wants text back."""
+        return self.text is not None or self.return_prompt_tokens
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:

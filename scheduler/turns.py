@@ -90,9 +90,9 @@ def _kind_turn(world: World, run: Run, turns: list[Turn]) -> list[Turn]:
 
 def _class_turn(world: World, run: Run, turns: list[Turn]) -> Turn:
     turns = sorted(turns, key=lambda turn: (turn.rollout_class, not turn.short))
-    owed = [turn for turn in turns if _owed(run, turn)]
-    if owed:
-        return owed[0]
+    below = [turn for turn in turns if owed(run, turn)]
+    if below:
+        return below[0]
     settings = world.config.queue
     if run.dispatches % settings.overdue_turn == settings.overdue_turn - 1:
         overdue = [turn for turn in turns if _waited(world, turn) > settings.overdue_seconds]
@@ -113,7 +113,8 @@ def lower_turn(world: World, run: Run) -> int:
     return math.ceil(settings.stable_lower_turn / relaxed) if relaxed > 0.01 else 0
 
 
-def _owed(run: Run, turn: Turn) -> bool:
+def owed(run: Run, turn: Turn) -> bool:
+    """Whether this turn's class, or a task type of its kind, is below its floor."""
     ledger = run.ledger
     if ledger.class_owed(turn.rollout_class):
         return True

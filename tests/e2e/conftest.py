@@ -28,8 +28,8 @@ class Rig:
     server: Rolloutd
     engines: list[EngineHttp]
 
-    def client(self, consumer: str = "trainer", run: str = "run", **options: bool) -> Client:
-        return connect(self.server.target, run=run, consumer=consumer, **options)
+    def client(self, consumer: str = "trainer") -> Client:
+        return connect(self.server.target, run="run", consumer=consumer)
 
     async def running(self) -> int:
         """Rollouts that the engines say they run."""

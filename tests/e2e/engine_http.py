@@ -54,7 +54,9 @@ class EngineHttp:
         self.url = url
 
     async def __aenter__(self) -> EngineHttp:
-        self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120))
+        self._session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=120), connector=aiohttp.TCPConnector(limit=0, force_close=True)
+        )
         return self
 
     async def __aexit__(self, *exc: object) -> None:

@@ -36,7 +36,8 @@ async def submit_running(
 
     ids = list(silent)
     for rollout_id, tokens in list(silent.items()):
-        await client.submit(tokens, on_progress=on_progress, **{**words, "rollout_id": rollout_id})
+        words["rollout_id"] = rollout_id
+        await client.submit(tokens, on_progress=on_progress, **words)
     await all_run.wait()
     return ids
 
@@ -44,7 +45,7 @@ async def submit_running(
 async def until(condition: Callable[[], Awaitable[bool]], within_seconds: float = 60.0) -> None:
     """Wait for what no event announces."""
     async with asyncio.timeout(within_seconds):
-        while not await condition():  # noqa: ASYNC110
+        while not await condition():  # noqa: ASYNC110 - another process's state sets no event of ours
             await asyncio.sleep(0.02)
 
 

@@ -135,10 +135,10 @@ async def test_dispatch_48_unique_prompts_spread(sim: MakeSim, serve: MakeServer
     server = await serve(*engines)
     wanted = prompts(random, 100)
     async with client_of(server) as client:
-        await submit_running(client, wanted, "r", max_new_tokens=TOKENS, logprobs=True)
+        await submit_running(client, wanted, "r", max_new_tokens=4 * TOKENS, logprobs=True)
         loads = [seen.in_flight_rollouts for seen in await client.list_engines()]
         results = await take(client, 100)
-    assert_right(results, wanted)
+    assert_right(results, wanted, 4 * TOKENS)
     used = Counter(result.engine_id for result in results.values())
     assert len(used) == 2 and all(40 <= count <= 60 for count in used.values()), used
     assert min(loads) > 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -60,6 +61,12 @@ class Twins(RuleBasedStateMachine):
         for backlog, one in zip((self.fast, self.naive), self.pairs[name], strict=True):
             backlog.add(one)  # type: ignore[attr-defined]
         self.order_one(name, key, tie, bonuses)
+
+    @rule(keys=st.lists(KEYS, min_size=10, max_size=30), engine_id=st.sampled_from(ENGINES))
+    def add_many_to_one_lane(self, keys: list[float], engine_id: str) -> None:
+        """More than a lane's sorted front holds."""
+        for key in keys:
+            self.add(stratum="a", timed=False, task=TaskType.GENERATION, key=key, tie=0, bonuses={engine_id: 1.0})
 
     def order_one(self, name: str, key: float, tie: int, bonuses: dict[str, float]) -> None:
         sequence = self.next()
@@ -126,7 +133,44 @@ class Twins(RuleBasedStateMachine):
 
 
 TestTwins = Twins.TestCase
-TestTwins.settings = settings(max_examples=60, stateful_step_count=60)
+TestTwins.settings = settings(max_examples=40, stateful_step_count=40)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_long_life_of_one_lane_with_many_stale_items(seed: int) -> None:
+    """Long enough for heaps to fill, be compacted and run dry again, which short examples seldom do."""
+    dice = random.Random(seed)
+    fast, naive = Backlog(), NaiveBacklog()
+    pairs: list[tuple[Entry, Entry]] = []
+    for sequence in range(1, 1200):
+        growing = (sequence // 200) % 3 == 0
+        if growing or not pairs:
+            pairs.append((entry(f"r{sequence}"), entry(f"r{sequence}")))
+            fast.add(pairs[-1][0])
+            naive.add(pairs[-1][1])
+            chosen = pairs[-1]
+        else:
+            chosen = dice.choice(pairs)
+        mine, twin = chosen
+        if not growing and dice.random() < 0.4:
+            # As the placement does: mostly who goes next.
+            (first,) = naive.candidates((), lambda _: 0.0, set(TaskType), 1)[:1]
+            chosen = next(pair for pair in pairs if pair[1] is first)
+            pairs.remove(chosen)
+            fast.remove(chosen[0], sequence)
+            naive.remove(chosen[1], sequence)
+        else:
+            # Moving forward leaves stale items deep in the heap, where nobody meets them.
+            mine.static_key = twin.static_key = dice.random() if growing else mine.static_key / 2
+            fast.order(mine, sequence, 0, [("e0/1", 0.1)])
+            naive.order(twin, sequence, 0, [("e0/1", 0.1)])
+        if sequence % 4:
+            continue
+        looked = [
+            sorted(one.prompt_hash for one in backlog.candidates(["e0/1"], lambda _: 0.0, set(TaskType)))
+            for backlog in (fast, naive)
+        ]
+        assert looked[0] == looked[1]
 
 
 def test_stale_items_are_bounded_by_the_live_ones() -> None:

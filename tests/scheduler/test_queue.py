@@ -11,6 +11,7 @@ import pytest
 from rolloutd.scheduler.actions import Deliver, Finished
 from rolloutd.scheduler.config import QueueSettings
 from rolloutd.scheduler.events import UpdateRollouts
+from rolloutd.scheduler.mix import OTHER, WINDOW_ROLLOUTS, Mix, Window
 from rolloutd.scheduler.spec import RolloutUpdate, Weights
 from rolloutd.scheduler.states import Code, Outcome, RolloutState, TaskType, TrainerState
 from tests.scheduler.kit import (
@@ -429,10 +430,10 @@ def test_dispatches_approach_the_target_mix_over_a_window() -> None:
     bench.configure(target_mix={"math": 0.5, "code": 0.3, "chat": 0.2})
     counted: Counter[str] = Counter()
     made = 0
-    for stratum in ("chat",) * 200 + ("code",) * 200 + ("math",) * 200:
+    for stratum in ("chat",) * 90 + ("code",) * 90 + ("math",) * 90:
         bench.submit(spec(f"r{made}", stratum=stratum))
         made += 1
-    for _ in range(32):
+    for _ in range(20):
         for one in bench.tick(0.1):
             counted[bench.view(one.rollout_id).stratum] += 1
             bench.finish(one.rollout_id)
@@ -441,7 +442,27 @@ def test_dispatches_approach_the_target_mix_over_a_window() -> None:
     distance = 0.5 * sum(
         abs(counted[name] / total - share) for name, share in {"math": 0.5, "code": 0.3, "chat": 0.2}.items()
     )
-    assert total >= 250 and distance <= 0.05, counted
+    assert total == 160 and distance <= 0.05, counted
+
+
+def test_the_mix_is_judged_over_the_last_rollouts_only() -> None:
+    window = Window()
+    for _ in range(WINDOW_ROLLOUTS):
+        window.add("old")
+    for count in range(1, WINDOW_ROLLOUTS + 1):
+        window.add("new")
+        assert (window.counts["old"], window.counts["new"], len(window)) == (
+            WINDOW_ROLLOUTS - count,
+            count,
+            WINDOW_ROLLOUTS,
+        )
+    assert set(window.counts) == {"new"}
+
+
+def test_more_strata_than_allowed_share_one_name() -> None:
+    mix = Mix({}, max_strata=2)
+    assert [mix.name(stratum) for stratum in ("a", "b", "c", "a", "d")] == ["a", "b", OTHER, "a", OTHER]
+    assert mix.target_share("a") == 0.5
 
 
 def test_prompts_are_not_confused_by_equal_lengths() -> None:

@@ -8,20 +8,7 @@ P5  scores are finite; the caller checks that everything ends within a bound
 P6  attempt ids are fresh and 32 hex digits; an abort names an attempt that is live, on its engine
 P7  outcomes have their cause: see `_check_outcome`
 
-Ceilings, with G = `budget.shrink_seconds`, at every event, from what the engines really run and hold:
-    running rollouts and KV tokens of a run <= the largest of the limits in force during the last G seconds
-    a class or task ceiling is not exceeded for longer than G without a break (a promotion may put a class over its limit)
-  Not counted: engines that left an abort unheard or were made slow within the last G, and attempts that the core gave up on
-  after such silence (an engine that does not answer can not be made to obey); and, for KV, engines that lose progress
-  reports (an attempt whose tokens nobody reports can not be accounted for). A KV limit may be exceeded by one page per running
-  attempt: claims are whole pages, and a shared page counts for each.
-
-Floors, after every Tick. A class with `floor_rollouts` f is owed d = min(f - running, queued and not held) rollouts. "Within one
-rollout" means: d >= 2 never goes together with
-    (F1) room: the class's oldest entry, not held, has every gate open on an open engine with a free slot, at rest
-    (F2) a dispatch in this Tick, of the same run and pool, of a class that is not owed, to an engine that would still take the
-         owed class's oldest entry after it (short work in a slot reserved for it, and a rollout too large for any gap in the
-         room kept for it, are nobody else's loss)
+Ceilings of a budget are looked at by `ceilings`, floors by `floors`.
 
 What this module does not know: how events come about.
 """
@@ -30,15 +17,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
 
 from rolloutd.bench.virtual import Simulation
 from rolloutd.bench.virtual_faults import FaultyEngine
 from rolloutd.engines.sim.tokens import Expected, Model, expected_output, score
-from rolloutd.scheduler import budgeting, gates
 from rolloutd.scheduler.actions import Abort, Action, Deliver, Dispatch, Finished, GroupFinished, Refuse
 from rolloutd.scheduler.config import SchedulerConfig
-from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.events import (
     AcknowledgeResults,
     AttemptEnded,
@@ -52,58 +36,17 @@ from rolloutd.scheduler.events import (
     Tick,
 )
 from rolloutd.scheduler.intake import member_ids
-from rolloutd.scheduler.ledger import NO_QUOTA
 from rolloutd.scheduler.result import RolloutResult
-from rolloutd.scheduler.rollout import Rollout
-from rolloutd.scheduler.run import Run
-from rolloutd.scheduler.spec import TOKEN_BYTES, Budget, Quota
-from rolloutd.scheduler.states import (
-    SHORT_TASKS,
-    AbortReason,
-    FaultKind,
-    Gate,
-    Outcome,
-    RolloutClass,
-    RolloutState,
-    TaskType,
-)
+from rolloutd.scheduler.spec import TOKEN_BYTES
+from rolloutd.scheduler.states import AbortReason, FaultKind, Outcome, RolloutState, TaskType
 from rolloutd.scheduler.timers import TimerKind
 from rolloutd.scheduler.world import World
+from tests.scheduler.virtual.ceilings import Ceilings
+from tests.scheduler.virtual.floors import Floors
+from tests.scheduler.virtual.watched import Key, Watched
 
 HEX_DIGITS = frozenset("0123456789abcdef")
 ATTEMPT_ID_CHARS = 32
-MIB = 1 << 20
-
-Key = tuple[str, str]  # (run id, rollout id)
-# (run id, RolloutClass or TaskType, its member): members of the two are equal as numbers
-Kind = tuple[str, type[RolloutClass] | type[TaskType], RolloutClass | TaskType]
-
-
-class Watched:
-    """One accepted rollout and what happened to it."""
-
-    __slots__ = (
-        "accepted_at",
-        "busy",
-        "cancelled",
-        "deadline_abort",
-        "expected",
-        "faults",
-        "refused",
-        "result",
-        "rollout",
-    )
-
-    def __init__(self, rollout: Rollout, accepted_at: float) -> None:
-        self.rollout = rollout
-        self.accepted_at = accepted_at
-        self.expected: Expected | None = None
-        self.result: RolloutResult | None = None
-        self.faults = 0  # attempts that an engine broke, left silent or aborted by itself
-        self.busy = 0
-        self.refused = False
-        self.cancelled = False
-        self.deadline_abort = False
 
 
 class Auditor:
@@ -122,11 +65,10 @@ class Auditor:
         self.counts: Counter[str] = Counter()
         self.attempts: dict[str, tuple[Key, str]] = {}  # live as the core sees it: attempt id -> (rollout, engine)
         self.used_ids: set[str] = set()
-        self._budgets: dict[str, list[tuple[float, Budget]]] = {}  # run id -> (in force since, budget), newest last
-        self._reserved: set[Rollout] = set()  # for whom room was kept before the event
         self._ended_runs: set[str] = set()
         self._cancelling_runs: set[str] = set()  # cancel_on_disconnect at some time
-        self._over_since: dict[Kind, float] = {}
+        self._ceilings = Ceilings(simulation, world, config, self.counts)
+        self._floors = Floors(world, self.watched, self.counts)
 
     def observe(self, event: Event, actions: list[Action]) -> None:
         """After every event."""
@@ -160,11 +102,8 @@ class Auditor:
                     self._check_group(action)
                 case Refuse():
                     assert len(actions) == 1, "a refused event did something else too"
-        self._note_budgets()
-        self._check_ceilings()
-        if isinstance(event, Tick):
-            self._check_floors(dispatched)
-        self._note_reservations()
+        self._ceilings.observe()
+        self._floors.observe(event, dispatched)
         if self.simulation.events_handled % self.check_every == 0:
             self.check()
 
@@ -379,182 +318,6 @@ class Auditor:
         assert known is not None, f"abort of {action.attempt_id}, which is not live"
         assert known[1] == action.engine_id, f"abort sent to {action.engine_id}, the attempt is on {known[1]}"
 
-    # ceilings ----------------------------------------------------------------------------------------------------------
-
-    def _note_budgets(self) -> None:
-        for run in self.world.runs.values():
-            known = self._budgets.setdefault(run.run_id, [])
-            if not known or known[-1][1] is not run.ledger.budget:
-                known.append((self.simulation.now, run.ledger.budget))
-                self.counts["budgets"] += 1
-
-    def _in_force(self, run: Run) -> list[Budget]:
-        """Budgets of the last `shrink_seconds`."""
-        known = self._budgets[run.run_id]
-        since = self.simulation.now - self.config.budget.shrink_seconds
-        while len(known) > 1 and known[1][0] < since:
-            known.pop(0)
-        return [budget for _, budget in known]
-
-    def _check_ceilings(self) -> None:
-        if not any(_limits_anything(run.ledger.budget) for run in self.world.runs.values()):
-            return
-        grace = self.config.budget.shrink_seconds
-        now = self.simulation.now
-        running: Counter[str] = Counter()
-        kv_tokens: Counter[str] = Counter()
-        kinds: Counter[Kind] = Counter()
-        kv_by_engine: Counter[tuple[str, str]] = Counter()
-        for engine_id, engine in self.simulation.engines.items():
-            if isinstance(engine, FaultyEngine) and not engine.answers(now, grace):
-                continue
-            held = engine.held_tokens(now)
-            if not held:
-                continue
-            lossy = isinstance(engine, FaultyEngine) and engine.loss > 0.0
-            page = engine.facts.page_tokens
-            for attempt_id, tokens in held.items():
-                attempt = self.world.attempts.get(attempt_id)
-                if attempt is None:
-                    continue
-                run_id = attempt.rollout.run.run_id
-                running[run_id] += 1
-                kinds[run_id, RolloutClass, attempt.rollout.rollout_class] += 1
-                kinds[run_id, TaskType, attempt.rollout.task_type] += 1
-                if not lossy:
-                    kv_tokens[run_id] += max(0, tokens - page)
-                    kv_by_engine[run_id, engine_id] += max(0, tokens - page)
-        for run_id, count in running.items():
-            run = self.world.runs[run_id]
-            budgets = self._in_force(run)
-            limit = _largest([budget.max_rollouts for budget in budgets])
-            assert count <= limit, f"{now}: {count} rollouts of {run_id} run, {limit} may"
-            limit = _largest([budget.max_kv_tokens for budget in budgets])
-            assert kv_tokens[run_id] <= limit, f"{now}: {run_id} holds {kv_tokens[run_id]} KV tokens of {limit}"
-        for (run_id, engine_id), tokens in kv_by_engine.items():
-            budgets = self._in_force(self.world.runs[run_id])
-            limit = _largest([self._engine_limit(engine_id, budget) for budget in budgets])
-            assert tokens <= limit, f"{now}: {run_id} holds {tokens} KV tokens on {engine_id}, {limit} may"
-        self._check_kinds(kinds)
-
-    def _engine_limit(self, engine_id: str, budget: Budget) -> int | None:
-        facts = self.simulation.engines[engine_id].facts
-        if not facts.kv_cache_bytes:
-            return None
-        tokens_per_mb = facts.kv_capacity_tokens / (facts.kv_cache_bytes / MIB)
-        limits = []
-        if budget.training_reserved_mb is not None:
-            limits.append(max(0, int(facts.kv_capacity_tokens - budget.training_reserved_mb * tokens_per_mb)))
-        if budget.max_inference_mb is not None:
-            limits.append(int(budget.max_inference_mb * tokens_per_mb))
-        return min(limits, default=None)
-
-    def _check_kinds(self, kinds: Counter[Kind]) -> None:
-        now = self.simulation.now
-        over = {}
-        for kind, count in kinds.items():
-            run_id, vocabulary, member = kind
-            budget = self.world.runs[run_id].ledger.budget
-            quotas: Mapping[int, Quota] = budget.classes if vocabulary is RolloutClass else budget.tasks
-            limit = quotas.get(member, NO_QUOTA).max_rollouts
-            if limit is not None and count > limit:
-                over[kind] = self._over_since.get(kind, now)
-                assert now - over[kind] <= self.config.budget.shrink_seconds, (
-                    f"{now}: {count} rollouts of {run_id} {member!r} run since {over[kind]}, {limit} may"
-                )
-        self._over_since = over
-
-    # floors ------------------------------------------------------------------------------------------------------------
-
-    def _check_floors(self, dispatched: list[Dispatch]) -> None:
-        world = self.world
-        if world.shutting_down:
-            return
-        for run in world.runs.values():
-            if not any(quota.floor_rollouts for quota in run.ledger.budget.classes.values()):
-                continue
-            for rollout_class, quota in run.ledger.budget.classes.items():
-                owed = min(
-                    quota.floor_rollouts - run.ledger.class_running[rollout_class], self._ready(run, rollout_class)
-                )
-                if owed < 2:
-                    continue
-                for entry in self._oldest_entries(run, rollout_class):
-                    self._check_owed(run, entry, owed, dispatched)
-
-    @staticmethod
-    def _ready(run: Run, rollout_class: RolloutClass) -> int:
-        return sum(
-            len(entry.members)
-            for entry in run.entries.values()
-            if entry.rollout_class is rollout_class and not entry.held
-        )
-
-    @staticmethod
-    def _oldest_entries(run: Run, rollout_class: RolloutClass) -> list[Entry]:
-        found = []
-        for (_, its_class, _), backlog in run.backlogs.items():
-            if its_class is rollout_class and backlog.count:
-                oldest = backlog.oldest()
-                if oldest is not None and not oldest.held:
-                    found.append(oldest)
-        return found
-
-    def _note_reservations(self) -> None:
-        """Whom room is kept for; a Tick may use it up."""
-        keepers = [engine.reserved_for for engine in self.world.engines.values()]
-        keepers += [run.reserved_for for run in self.world.runs.values()]
-        self._reserved = {member for keeper in keepers if keeper is not None for member in keeper.members}
-
-    def _check_owed(self, run: Run, entry: Entry, owed: int, dispatched: list[Dispatch]) -> None:
-        world = self.world
-        ledger = run.ledger
-        if budgeting.run_gate(world, run, entry.rollout_class) is not Gate.OPEN:
-            return
-        keep_short = gates.reserved_short(world)
-        what = f"{world.now}: {run.run_id} {entry.rollout_class.name} is owed {owed}"
-        self.counts["floors looked at"] += 1
-        at_rest = (
-            not world.dirty and ledger.gate(entry.rollout_class, entry.task_type, world.run_slots(run)) is Gate.OPEN
-        )
-        above = self._above_floors(run, dispatched)
-        for engine in world.engines.values():
-            if not engine.is_open(world.now) or gates.engine_gate(world, entry, engine)[0] is not Gate.OPEN:
-                continue
-            if at_rest:
-                assert engine.free_slots(entry.short, keep_short) <= 0, f"{what} and {engine.engine_id} has room (F1)"
-            for action in dispatched:
-                if action.run_id != run.run_id or action.engine_id != engine.engine_id:
-                    continue
-                other = self.watched[run.run_id, action.rollout_id].rollout
-                if other in self._reserved or (other.task_type in SHORT_TASKS and not entry.short):
-                    continue
-                fits = ledger.budget.classes.get(entry.rollout_class, NO_QUOTA).max_rollouts
-                task = ledger.budget.tasks.get(entry.task_type, NO_QUOTA).max_rollouts
-                blocked = (fits is not None and ledger.class_running[entry.rollout_class] >= fits) or (
-                    task is not None and ledger.task_running[entry.task_type] >= task
-                )
-                assert action.attempt_id not in above or blocked, (
-                    f"{what} and {action.rollout_id} went to {engine.engine_id} (F2)"
-                )
-
-    def _above_floors(self, run: Run, dispatched: list[Dispatch]) -> set[str]:
-        """Attempts of this Tick whose class and task type were at their floors already when they were dispatched."""
-        mine = [action for action in dispatched if action.run_id == run.run_id]
-        rollouts = [self.watched[run.run_id, action.rollout_id].rollout for action in mine]
-        classes = [one - sum(r.rollout_class == c for r in rollouts) for c, one in enumerate(run.ledger.class_running)]
-        tasks = [one - sum(r.task_type == t for r in rollouts) for t, one in enumerate(run.ledger.task_running)]
-        budget = run.ledger.budget
-        above = set()
-        for action, rollout in zip(mine, rollouts, strict=True):
-            of_class = budget.classes.get(rollout.rollout_class, NO_QUOTA).floor_rollouts
-            of_task = budget.tasks.get(rollout.task_type, NO_QUOTA).floor_rollouts
-            if classes[rollout.rollout_class] >= of_class and tasks[rollout.task_type] >= of_task:
-                above.add(action.attempt_id)
-            classes[rollout.rollout_class] += 1
-            tasks[rollout.task_type] += 1
-        return above
-
     # the end -----------------------------------------------------------------------------------------------------------
 
     def unfinished(self) -> list[Watched]:
@@ -581,14 +344,3 @@ class Auditor:
             assert not any(backlog.count or backlog.ready or backlog.held for backlog in run.backlogs.values())
         kinds = {timer.kind for _, _, timer in world.timers._heap if timer.subject is not None}
         assert not kinds & {TimerKind.ROLLOUT, TimerKind.HOLD}, "a rollout's timer outlived it"
-
-
-def _largest(limits: list[int | None]) -> float:
-    """The weakest of these limits; None is no limit."""
-    return max(math.inf if limit is None else limit for limit in limits)
-
-
-def _limits_anything(budget: Budget) -> bool:
-    """Whether there is a ceiling that could be exceeded."""
-    limits = (budget.max_rollouts, budget.max_kv_tokens, budget.training_reserved_mb, budget.max_inference_mb)
-    return any(limit is not None for limit in limits) or bool(budget.classes) or bool(budget.tasks)

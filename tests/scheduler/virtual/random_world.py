@@ -7,7 +7,8 @@ must end within `_bound_seconds` (P5), be delivered, acknowledged, and leave not
 
 Replay one: `python -m tests.scheduler.virtual.random_world SEED` prints its events.
 
-What this module does not know: what must hold (`auditor`).
+What this module does not know: what must hold (`auditor`), and what the drawn settings, work, budgets and faults look like
+(`random_fleet`, `random_work`, `random_budgets`, `random_faults`).
 """
 
 from __future__ import annotations
@@ -17,38 +18,16 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 
-import numpy as np
-
 from rolloutd.bench.virtual import Simulation
-from rolloutd.bench.virtual_engine import SimEngine
-from rolloutd.bench.virtual_faults import FaultyEngine
-from rolloutd.engines.sim.config import MachineConfig
-from rolloutd.engines.sim.timing import TimingModel
-from rolloutd.engines.sim.tokens import Model
-from rolloutd.scheduler.actions import Action, Deliver, Finished, GroupFinished
-from rolloutd.scheduler.config import (
-    BudgetSettings,
-    ExecutorSettings,
-    IndexSettings,
-    PolicySettings,
-    PreemptSettings,
-    QueueSettings,
-    SchedulerConfig,
-)
+from rolloutd.scheduler.actions import Action
 from rolloutd.scheduler.events import (
-    AcknowledgeResults,
-    AttachConsumer,
     CancelRollouts,
     CloseConsumer,
     ConfigureRun,
-    DetachConsumer,
-    DrainEngine,
     EndRun,
     EngineReadiness,
     Event,
-    LoseEngine,
     PauseRun,
-    RemoveEngine,
     ReportStep,
     ResumeRun,
     SetBudget,
@@ -57,80 +36,22 @@ from rolloutd.scheduler.events import (
 )
 from rolloutd.scheduler.machine import Scheduler
 from rolloutd.scheduler.result import RolloutResult
-from rolloutd.scheduler.spec import (
-    TOKEN_BYTES,
-    Acknowledgement,
-    Budget,
-    Quota,
-    RolloutSpec,
-    RolloutUpdate,
-    RunSettings,
-    StepReport,
-    Weights,
-)
-from rolloutd.scheduler.states import OnPreempt, Origin, RolloutClass, TaskType, TrainerState
+from rolloutd.scheduler.spec import RolloutUpdate, RunSettings, StepReport, Weights
+from rolloutd.scheduler.states import OnPreempt, RolloutClass, TrainerState
 from tests.scheduler.virtual.auditor import Auditor
-
-VOCABULARY = 1_000
-CONTEXT_TOKENS = 256
-LONGEST_PROMPT = 80
-LONGEST_OUTPUT = 90  # prompt + output + 2 fit the smallest engine (192 tokens), so no engine clips
-SMALLEST_KV = 192
-LARGEST_PAGE = 16
-SLOWEST_PREFILL = 2_000.0  # tokens per second, before the slowdown
-# How slow the engines of a world are -> `budget.shrink_seconds`. A pass cannot be interrupted, and the longest prefill is 8
-# prompts at once: 0.32 s before the slowdown. A longest rollout takes twice as long, so that a shrink has something to do.
-SHRINK_SECONDS = {1.0: 0.4, 3.0: 1.0, 10.0: 3.3}
-MODEL = Model(vocabulary_size=VOCABULARY, mean_output_tokens=40)
-
-
-class Consumer:
-    """A stream's client: takes everything, acknowledges some time later."""
-
-    def __init__(self, world: RandomWorld, run_id: str, consumer_id: str) -> None:
-        self.world = world
-        self.run_id = run_id
-        self.consumer_id = consumer_id
-        self.connected = False
-        self.cursor = 0
-        self.ack_delay_seconds = world.rng.choice([0.0, 0.0, 0.5, 5.0])
-        self.pending: dict[int, str | None] = {}  # cursor -> rollout, None for a group's end
-
-    def connect(self, take_over: tuple[str, ...] = ()) -> None:
-        self.world.simulation.connect(self.run_id, self.consumer_id, self.receive)
-        self.connected = True
-        self.world.send(AttachConsumer(self.run_id, self.consumer_id, cursor=0, take_over=take_over))
-
-    def disconnect(self) -> None:
-        self.world.simulation.connect(self.run_id, self.consumer_id, None)
-        self.connected = False
-        self.world.send(DetachConsumer(self.run_id, self.consumer_id))
-
-    def receive(self, delivery: Deliver) -> None:
-        if not delivery.cursor:
-            return
-        event = delivery.event
-        assert isinstance(event, Finished | GroupFinished)
-        self.pending[delivery.cursor] = event.result.rollout_id if isinstance(event, Finished) else None
-        if isinstance(event, Finished) and event.result.complete:
-            self.world.note_turn(event.result)
-        simulation = self.world.simulation
-        simulation.at(simulation.now + self.ack_delay_seconds, self.acknowledge)
-
-    def acknowledge(self) -> None:
-        """All that has come, by cursor or by name."""
-        if not self.pending or not self.connected:
-            return
-        rng = self.world.rng
-        names = [name for name in self.pending.values() if name is not None]
-        if rng.random() < 0.5 or len(names) < len(self.pending):  # the end of a group has no name but its cursor
-            self.world.auditor.acknowledged.update((self.run_id, name) for name in names)
-            event = AcknowledgeResults(self.run_id, self.consumer_id, through_cursor=max(self.pending))
-        else:
-            verdicts = tuple(Acknowledgement(name, used=rng.choice([None, True, False])) for name in names)
-            event = AcknowledgeResults(self.run_id, self.consumer_id, verdicts)
-        self.pending.clear()
-        self.world.send(event)
+from tests.scheduler.virtual.consumer import Consumer
+from tests.scheduler.virtual.random_budgets import random_budget, sufficient_budget
+from tests.scheduler.virtual.random_faults import RandomFaults
+from tests.scheduler.virtual.random_fleet import (
+    LONGEST_OUTPUT,
+    LONGEST_PROMPT,
+    MODEL,
+    SHRINK_SECONDS,
+    SLOWEST_PREFILL,
+    random_engine,
+    random_settings,
+)
+from tests.scheduler.virtual.random_work import RandomWork
 
 
 class RandomWorld:
@@ -140,7 +61,7 @@ class RandomWorld:
         self.rng = rng = random.Random(seed)
         self.seed = seed
         self.slowdown = rng.choice(list(SHRINK_SECONDS))
-        self.config = self._settings()
+        self.config = random_settings(rng, self.slowdown)
         scheduler = Scheduler(self.config, random.Random(seed + 1), 0.0)
         self.simulation = Simulation(
             scheduler,
@@ -152,111 +73,22 @@ class RandomWorld:
         self.simulation.observers.append(self.auditor.observe)
         if observe is not None:
             self.simulation.observers.append(observe)
-        self.engines = [self._engine(number) for number in range(rng.randint(1, 4))]
+        self.engines = [random_engine(rng, number, self.slowdown) for number in range(rng.randint(1, 4))]
         self.runs = [f"run-{number}" for number in range(rng.choice([1, 1, 2]))]
         self.consumers = [
-            Consumer(self, run_id, f"trainer-{number}")
+            Consumer(rng, self.simulation, self.auditor, run_id, f"trainer-{number}", self._note_turn)
             for run_id in self.runs
             for number in range(rng.choice([1, 1, 2]))
         ]
         self.horizon_seconds = rng.uniform(3.0, 12.0)
         self.rollouts = rng.randint(5, 32)
-        self.submitted: list[tuple[str, str]] = []  # (run id, rollout id)
         self.steps = dict.fromkeys(self.runs, 0)
-        self.stems = [self._tokens(rng.randint(8, 48)) for _ in range(3)]
-        self.prompts: list[bytes] = []
-        self.turns: list[bytes] = []  # prompts with their outputs
+        self.work = RandomWork(rng)
+        self.faults = RandomFaults(rng, self.simulation, self.engines, self.auditor.counts)
         self.ended_runs: set[str] = set()
 
     def send(self, event: Event) -> list[Action]:
         return self.simulation.send(event)
-
-    # building ----------------------------------------------------------------------------------------------------------
-
-    def _settings(self) -> SchedulerConfig:
-        rng = self.rng
-        return SchedulerConfig(
-            queue=QueueSettings(
-                max_batch_size=rng.choice([2, 8, 32]),
-                aging_seconds=rng.choice([2.0, 60.0]),
-                overdue_seconds=rng.choice([2.0, 300.0]),
-                overdue_turn=rng.choice([2, 8]),
-                reserved_short_slots=rng.choice([0, 1]),
-                max_defer_seconds=rng.choice([0.2, 5.0]),
-                leader_timeout_seconds=rng.choice([0.3, 20.0]),
-                min_shared_tokens=rng.choice([1, 16, 32]),
-                large_reserve_seconds=rng.choice([0.5, 10.0]),
-                decision_ring=64,
-                max_strata=rng.choice([2, 64]),
-            ),
-            preempt=PreemptSettings(
-                enabled=rng.random() < 0.8,
-                min_run_seconds=rng.choice([0.0, 0.5]),
-                cool_down_seconds=rng.choice([0.0, 0.2]),
-            ),
-            policy=PolicySettings(
-                cold_start_steps=rng.choice([0, 2, 200]),
-                phase_ramp_steps=rng.choice([0, 3]),
-                stable_lower_turn=rng.choice([2, 32]),
-            ),
-            budget=BudgetSettings(
-                default=rng.choice([Budget(), Budget(), Budget(max_rollouts=6)]),
-                shrink_seconds=SHRINK_SECONDS[self.slowdown],
-                growth_tokens=rng.choice([16, 256]),
-                headroom_tokens=64,
-            ),
-            executor=ExecutorSettings(
-                # Longer than the longest silence between two progress reports: 32 steps.
-                timeout_seconds=rng.choice([2.0, 6.0]) if self.slowdown < 10.0 else 6.0,
-                max_attempts=rng.choice([1, 3]),
-                breaker_faults=rng.choice([1, 3]),
-                breaker_seconds=rng.choice([0.5, 3.0]),
-                busy_seconds=0.25,
-                abort_seconds=rng.choice([1.0, 3.0]),
-            ),
-            index=IndexSettings(
-                max_bytes=rng.choice([1 << 14, 1 << 20]),
-                page_tokens=rng.choice([1, 4, 16]),
-                max_cached_tokens=rng.choice([0, 128]),
-            ),
-        )
-
-    def _engine(self, number: int) -> FaultyEngine:
-        rng = self.rng
-        config = MachineConfig(
-            slots=rng.randint(1, 8),
-            kv_tokens=rng.choice([SMALLEST_KV, 400, 2_000]),
-            page_size_tokens=rng.choice([1, 4, LARGEST_PAGE]),
-            context_tokens=CONTEXT_TOKENS,
-            max_prefill_tokens=rng.choice([100, 16_384]),
-            schedule_policy=rng.choice(["fcfs", "lpm"]),
-            stream_interval=rng.choice([1, 8, 32]),
-            max_queued=rng.choice([None, None, 2]),
-            timing=TimingModel(
-                curve=rng.choice(["flat", "steep"]),
-                prefill_tokens_per_second=rng.choice([SLOWEST_PREFILL, 20_000.0]),
-                slowdown=self.slowdown,
-            ),
-            model=MODEL,
-        )
-        name = f"engine-{number}"
-        weighs = rng.random() < 0.7
-        pool = "reward" if number == 3 else "policy"
-
-        def make(incarnation: str) -> SimEngine:
-            return SimEngine(
-                name,
-                config,
-                incarnation=incarnation,
-                pool=pool,
-                kv_cache_bytes=config.capacity_tokens << 12 if weighs else 0,
-                remember_prefixes=True,
-            )
-
-        return FaultyEngine(make, random.Random(rng.getrandbits(32)))
-
-    def _tokens(self, count: int) -> bytes:
-        return np.array([self.rng.randrange(3, VOCABULARY) for _ in range(count)], dtype="<u4").tobytes()
 
     # the life ----------------------------------------------------------------------------------------------------------
 
@@ -280,7 +112,7 @@ class RandomWorld:
             self._update,
             self._consumer,
             self._run,
-            self._engine_fault,
+            self.faults.strike,
         ]
         for _ in range(rng.randint(2, 24)):
             self.simulation.at(rng.uniform(0.0, self.horizon_seconds), rng.choice(acts))
@@ -343,117 +175,25 @@ class RandomWorld:
             self.send(ResumeRun(run_id))
             state = rng.choice([TrainerState.UNKNOWN, TrainerState.TRAINING, TrainerState.WAITING])
             self.send(ReportStep(run_id, StepReport(self.steps[run_id], state)))
-            self.send(SetBudget(run_id, self._sufficient_budget()))
+            self.send(SetBudget(run_id, sufficient_budget(rng)))
 
-    def _sufficient_budget(self) -> Budget:
-        """Small, yet everything that was accepted fits it one at a time."""
-        enough = -(-(LONGEST_PROMPT + LONGEST_OUTPUT) // LARGEST_PAGE) * LARGEST_PAGE
-        floors = {self.rng.choice(list(RolloutClass)): Quota(floor_rollouts=self.rng.choice([1, 2]))}
-        return self.rng.choice(
-            [
-                Budget(),
-                Budget(max_rollouts=2, classes=floors),
-                Budget(max_rollouts=1),
-                Budget(max_rollouts=2, max_kv_tokens=enough),
-                Budget(max_kv_tokens=enough),
-            ]
-        )
-
-    def note_turn(self, result: RolloutResult) -> None:
-        """Something ended: a later prompt may begin with it."""
-        text = self.auditor.watched[result.run_id, result.rollout_id].rollout.spec.token_bytes + result.token_bytes
-        if len(text) // TOKEN_BYTES <= LONGEST_PROMPT - 8:
-            self.turns.append(text)
+    def _note_turn(self, result: RolloutResult) -> None:
+        prompt = self.auditor.watched[result.run_id, result.rollout_id].rollout.spec.token_bytes
+        self.work.note_turn(prompt + result.token_bytes)
 
     # acts --------------------------------------------------------------------------------------------------------------
 
     def _submit(self) -> None:
         rng = self.rng
         consumer = rng.choice(self.consumers)
-        specs = tuple(self._spec(consumer.run_id) for _ in range(rng.choice([1, 1, 1, 2, 3])))
+        specs = tuple(self.work.spec(consumer.run_id) for _ in range(rng.choice([1, 1, 1, 2, 3])))
         self.send(SubmitRollouts(consumer.run_id, consumer.consumer_id, specs))
         for spec in specs:
-            self.submitted.append((consumer.run_id, spec.rollout_id))
-
-    def _prompt(self) -> bytes:
-        rng = self.rng
-        if self.prompts and rng.random() < 0.3:
-            return rng.choice(self.prompts)
-        if self.turns and rng.random() < 0.2:  # the next turn of something that has ended
-            return rng.choice(self.turns) + self._tokens(rng.randint(1, 8))
-        stem = rng.choice([*self.stems, b""])
-        prompt = stem + self._tokens(rng.randint(1, LONGEST_PROMPT - len(stem) // 4))
-        self.prompts.append(prompt)
-        return prompt
-
-    def _spec(self, run_id: str) -> RolloutSpec:
-        rng = self.rng
-        samples = rng.choice([1, 1, 1, 2, 4])
-        task = rng.choice([TaskType.GENERATION] * 4 + [TaskType.REWARD, TaskType.STATE_QUERY, TaskType.REPLAY])
-        prompt = self._prompt()
-        long = rng.randint(1, LONGEST_OUTPUT)
-        output = {TaskType.REPLAY: 0, TaskType.GENERATION: long}.get(task, rng.randint(1, 10))
-        sampling: dict[str, object] = {}
-        if output and rng.random() < 0.5:
-            sampling["custom_params"] = {"end_at_tokens": len(prompt) // 4 + rng.randint(1, output)}
-        if output > 4 and rng.random() < 0.1:
-            sampling["min_new_tokens"] = rng.randint(1, output)
-        if output and rng.random() < 0.1:
-            sampling["stop_token_ids"] = tuple(rng.randrange(3, VOCABULARY) for _ in range(40))
-        if rng.random() < 0.05:
-            sampling["frequency_penalty"] = 0.5  # not resumable; the simulated model does not look at it
-        pool = rng.choice(["policy"] * 12 + ["reward", "nowhere"])
-        mine = [name for run, name in self.submitted if run == run_id]
-        return RolloutSpec(
-            rollout_id=f"r{len(self.submitted)}-{rng.getrandbits(24):06x}",
-            token_bytes=prompt,
-            samples=samples,
-            seeds=tuple(rng.getrandbits(31) for _ in range(samples)) if rng.random() < 0.8 else (),
-            rollout_class=rng.choice([None, *RolloutClass]),
-            task_type=task,
-            pool=pool,
-            group_id=rng.choice(["", "", "", "g1", "g2"]),
-            group_size=rng.choice([0, 0, 6]) if samples <= 4 else 0,
-            turn=rng.choice([0, 0, 1]),
-            parent_rollout_id=rng.choice(mine) if mine and rng.random() < 0.1 else "",
-            stratum=rng.choice(["", "a", "b", "c"]),
-            origin=rng.choice([Origin.CURRENT_POLICY, Origin.EVALUATION]),
-            needed_by_step=rng.choice([None, None, 0, 1, 2, 5]),
-            deadline_seconds=rng.choice([0.0] * 8 + [0.3, 2.0, 60.0]),
-            queue_ttl_seconds=2.0 if pool != "policy" else rng.choice([0.0] * 8 + [1.0, 5.0]),
-            max_attempts=rng.choice([0, 0, 1, 2]),
-            on_preempt=rng.choice([None, *OnPreempt]),
-            fail_fast=rng.random() < 0.05,
-            want_progress=rng.random() < 0.1,
-            max_new_tokens=output,
-            sampling=sampling,
-            logprobs=rng.random() < 0.3,
-        )
+            self.work.submitted.append((consumer.run_id, spec.rollout_id))
 
     def _budget(self) -> None:
-        rng = self.rng
-        if rng.random() < 0.15:
-            budget = Budget(max_rollouts=0)
-        else:
-            budget = Budget(
-                max_rollouts=rng.choice([None, 1, 2, 4, 8]),
-                max_kv_tokens=rng.choice([None, None, 0, 192, 300, 800]),
-                training_reserved_mb=rng.choice([None] * 6 + [0.2, 0.5]),
-                max_inference_mb=rng.choice([None] * 6 + [0.5, 1.0]),
-                classes={one: self._quota() for one in RolloutClass if rng.random() < 0.4},
-                tasks={one: self._quota() for one in TaskType if rng.random() < 0.15},
-                lease_seconds=rng.choice([0.0, 0.0, 0.5, 3.0]),
-            )
-        self.send(SetBudget(rng.choice(self.runs), budget))
-
-    def _quota(self) -> Quota:
-        rng = self.rng
-        floor = rng.choice([0, 0, 1, 2, 3])
-        return Quota(
-            max_rollouts=rng.choice([None, None, max(floor, 1), max(floor, 3)]),
-            share=rng.choice([0.0, 0.0, 0.3, 1.0]),
-            floor_rollouts=floor,
-        )
+        budget = random_budget(self.rng)
+        self.send(SetBudget(self.rng.choice(self.runs), budget))
 
     def _report(self) -> None:
         rng = self.rng
@@ -472,17 +212,17 @@ class RandomWorld:
 
     def _cancel(self) -> None:
         rng = self.rng
-        if not self.submitted:
+        if not self.work.submitted:
             return
-        run_id, rollout_id = rng.choice(self.submitted)
+        run_id, rollout_id = rng.choice(self.work.submitted)
         groups = (rng.choice(["g1", "g2"]),) if rng.random() < 0.2 else ()
         self.send(CancelRollouts(run_id, (rollout_id,) if not groups or rng.random() < 0.5 else (), groups))
 
     def _update(self) -> None:
         rng = self.rng
-        if not self.submitted:
+        if not self.work.submitted:
             return
-        run_id, rollout_id = rng.choice(self.submitted)
+        run_id, rollout_id = rng.choice(self.work.submitted)
         update = RolloutUpdate(
             rollout_id,
             rollout_class=rng.choice([None, *RolloutClass]),
@@ -537,74 +277,6 @@ class RandomWorld:
 
     def _ignore(self, event: Event) -> None:
         self.send(event)
-
-    def _engine_fault(self) -> None:
-        rng = self.rng
-        engine = rng.choice(self.engines)
-        engine_id = engine.facts.engine_id
-        now = self.simulation.now
-        later = now + rng.uniform(0.2, 6.0)
-        kind = rng.choice(
-            [
-                "crash",
-                "crash",
-                "hang",
-                "busy",
-                "slow",
-                "deaf",
-                "lossy",
-                "echo",
-                "refuse",
-                "drain",
-                "remove",
-                "lose",
-                "unready",
-            ]
-        )
-        self.auditor.counts[f"fault {kind}"] += 1
-        heal = True
-        match kind:
-            case "crash":
-                engine.crash(now, keep_partial=rng.random() < 0.5)
-                heal = False
-                if rng.random() < 0.5:
-                    self.send(LoseEngine(engine_id, "connection refused"))
-                self.simulation.at(later, lambda: self._restart(engine))
-            case "hang":
-                engine.hang(now)
-            case "busy":
-                engine.busy = True
-            case "slow":
-                engine.slow(now, rng.choice([3.0, 10.0]))
-            case "deaf":
-                engine.deaf = True
-            case "lossy":
-                engine.loss = rng.choice([0.5, 1.0])
-            case "echo":
-                engine.echo_seconds = rng.choice([0.01, 1.0])
-            case "refuse":
-                engine.refusing = True
-            case "drain":
-                self.send(DrainEngine(engine_id))
-            case "remove":
-                self.send(RemoveEngine(engine_id))
-            case "lose":
-                self.send(LoseEngine(engine_id, "no route"))
-            case "unready":
-                self.send(EngineReadiness(engine_id, False))
-        self.simulation.touch(engine)
-        if heal and rng.random() < 0.7:
-            self.simulation.at(later, lambda: self._mend(engine))
-
-    def _restart(self, engine: FaultyEngine) -> None:
-        if engine.down:
-            engine.restart(self.simulation.now)
-            self.simulation.add_engine(engine)
-
-    def _mend(self, engine: FaultyEngine) -> None:
-        if not engine.down:
-            engine.heal(self.simulation.now)
-            self.simulation.add_engine(engine)
 
 
 def _main() -> None:

@@ -1,8 +1,9 @@
 """10,000 random schedules in virtual time: budgets hold, floors hold, nothing starves, nothing is lost (issue bar "Budget").
 
-What is asserted stands in `auditor`; what happens, in `random_world`. The ceilings, ids, tokens, outcomes and floors are looked
-at with every event; the full `check()` of core, index and engines with every 16th, and always at the end. A failure names its
-seed; `python -m tests.scheduler.virtual.random_world SEED` replays it with a full check at every event.
+What is asserted stands in `auditor`, `ceilings` and `floors`; what happens, in `random_world`. The ceilings, ids, tokens,
+outcomes and floors are looked at with every event; the full `check()` of core, index and engines with every 16th, and always at
+the end. A failure names its seed; `python -m tests.scheduler.virtual.random_world SEED` replays it with a full check at every
+event.
 """
 
 from __future__ import annotations
