@@ -139,6 +139,8 @@ def encode(request: AttemptRequest, vocabulary_size: int) -> bytes:
         body["return_logprob"] = True
         # -1: outputs only. The engine leaves the first position it is asked about empty, so ask one earlier.
         body["logprob_start_len"] = -1 if start is None else max(0, start - 1)
+        if request.top_logprobs > vocabulary_size:
+            raise _refuse(f"top_logprobs: {request.top_logprobs} is more than the vocabulary of {vocabulary_size}")
         if request.top_logprobs:
             body["top_logprobs_num"] = request.top_logprobs
     elif request.top_logprobs:

@@ -11,11 +11,22 @@ from __future__ import annotations
 
 
 class Group:
-    __slots__ = ("consumer_id", "failed", "finished", "group_id", "members", "notified", "size", "unacknowledged")
+    __slots__ = (
+        "consumer_id",
+        "failed",
+        "finished",
+        "group_id",
+        "members",
+        "notified",
+        "size",
+        "stated_size",
+        "unacknowledged",
+    )
 
     def __init__(self, group_id: str, size: int, consumer_id: str) -> None:
         self.group_id = group_id
         self.size = size
+        self.stated_size = 0  # the size a submission gave; 0: none did
         self.consumer_id = consumer_id  # who opened it; once it has finished, who is told
         self.members: list[str] = []  # rollout ids in order of submission
         self.finished = 0

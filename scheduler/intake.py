@@ -81,6 +81,9 @@ def _submit_one(world: World, run: Run, consumer: Consumer, spec: RolloutSpec) -
     refusal = _check_room(world, run, spec, len(ids))
     if refusal is not None:
         return refusal
+    refusal = _check_group(run, spec)
+    if refusal is not None:
+        return refusal
     _accept(world, run, consumer, spec, ids, checked)
     return None
 
@@ -203,6 +206,8 @@ def _check_vocabulary(spec: RolloutSpec, engines: list[Engine]) -> Refusal | Non
             return invalid(
                 "prompt", f"token id {int(ids[where])} at position {where} is outside the vocabulary of {vocabulary}"
             )
+    if spec.top_logprobs > vocabulary:
+        return invalid("top_logprobs", f"is {spec.top_logprobs}, more than the vocabulary of {vocabulary}")
     for name in ("stop_token_ids", "logit_bias"):
         for token in spec.sampling.get(name, ()):
             if not 0 <= int(token) < vocabulary:
@@ -234,6 +239,17 @@ def _too_small(needed: int, problem: str) -> Refusal:
     return Refusal(
         Code.FAILED_PRECONDITION, "BUDGET_TOO_SMALL", f"prompt + max_new_tokens need {needed} KV tokens; {problem}"
     )
+
+
+def _check_group(run: Run, spec: RolloutSpec) -> Refusal | None:
+    """Two submissions of a group that both say its size say the same."""
+    group = run.groups.get(spec.group_id)
+    if group is None or not group.stated_size or spec.group_size in (0, group.stated_size):
+        return None
+    problem = (
+        f"is {spec.group_size}, but group {spec.group_id!r} was opened with {group.stated_size}; give the same or 0"
+    )
+    return invalid("group_size", problem)
 
 
 def _check_room(world: World, run: Run, spec: RolloutSpec, count: int) -> Refusal | None:
@@ -295,6 +311,7 @@ def _group_of(run: Run, consumer: Consumer, spec: RolloutSpec) -> Group | None:
         run.groups[group_id] = group
     else:
         group.size = max(group.size, spec.group_size)
+    group.stated_size = group.stated_size or spec.group_size
     return group
 
 

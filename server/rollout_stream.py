@@ -54,6 +54,9 @@ _ROLLOUTS_PER_EVENT = 256
 _QUEUE_PAUSE_SHARE = 0.9
 _QUEUE_PAUSE_SECONDS = 1.0
 
+# Cursors grow by one per event: one above this was never given out, and would leave no room for those to come.
+_MAX_CURSOR = (1 << 63) - 1
+
 _REPLACED = Refusal(
     Code.ABORTED, "REPLACED", "a newer stream of the same consumer took over; do not reconnect from here with this name"
 )
@@ -108,6 +111,8 @@ class RolloutStream:
         check.name("hello.consumer_id", hello.consumer_id, required=True)
         if hello.consumer_id in hello.take_over_consumer_ids:
             check.wrong("hello.take_over_consumer_ids", "must not name the consumer itself")
+        if hello.resume_cursor > _MAX_CURSOR:
+            check.wrong("hello.resume_cursor", f"must be a cursor of this run, got {hello.resume_cursor}; 0 for none")
         if check.errors:
             return FieldErrors(check.errors).refusal()
         if self._state.draining:

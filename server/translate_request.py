@@ -30,8 +30,11 @@ MAX_ID_CHARACTERS = 256
 MAX_SECONDS = 315_360_000.0  # ten years: more is a mistake
 MAX_TEXT_STOPS = 32  # SGLang's own bound per list
 MAX_SAMPLES = 4096
+# 4,096 positions of this many pairs (16 bytes each) fill the default message of 64 MiB.
+MAX_TOP_LOGPROBS = 1024
 MAX_DROP_REASON_CHARACTERS = 64
 SEED_LIMIT = 1 << 63
+_INTEGER_LIMIT = 1 << 63
 DEFAULT_POOL = "policy"
 
 # Request fields of SGLang that this service sets itself, or that would change how many answers come back and where.
@@ -96,6 +99,8 @@ def to_spec(message: RolloutSubmission) -> RolloutSpec:
         check.wrong("samples", f"must be at most {MAX_SAMPLES}, got {samples}")
     if message.seeds and len(message.seeds) != samples:
         check.wrong("seeds", f"must be empty or one per sample ({samples}), got {len(message.seeds)}")
+    if message.top_logprobs > MAX_TOP_LOGPROBS:
+        check.wrong("top_logprobs", f"must be at most {MAX_TOP_LOGPROBS}, got {message.top_logprobs}")
     if any(seed >= SEED_LIMIT for seed in message.seeds):
         check.wrong("seeds", "must be below 2^63")
     token_bytes, text = _prompt(message, check)
@@ -298,7 +303,8 @@ def _from_value(value: struct_pb2.Value) -> Any:
     kind = value.WhichOneof("kind")
     if kind == "number_value":
         number = value.number_value
-        return int(number) if number.is_integer() else number
+        # JSON writers take integers of 64 bits; a larger one stays what the contract carries, a double.
+        return int(number) if number.is_integer() and abs(number) < _INTEGER_LIMIT else number
     if kind == "struct_value":
         return from_struct(value.struct_value)
     if kind == "list_value":

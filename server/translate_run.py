@@ -39,6 +39,8 @@ _STATUS_ACTIVE, _STATUS_PAUSED, _STATUS_ENDED = 1, 2, 3
 _DISCONNECT_KEEP, _DISCONNECT_CANCEL = 1, 2
 # "Wait without limit" for the core, which reads 0 as "the server's default".
 _NO_LIMIT_SECONDS = MAX_SECONDS
+# Sizes are kept as floats, which hold every whole number up to here.
+_MAX_MEMORY_MB = 1 << 53
 
 
 def merge_settings(current: RunSettings, message: RunConfig) -> RunSettings:
@@ -203,6 +205,14 @@ def from_budget(message: BudgetMessage) -> Budget:
         floors = sum(quota.floor_rollouts for quota in quotas)
         if ceiling is not None and floors > ceiling:
             check.wrong(field, f"floors must fit max_running_rollouts ({ceiling}), they sum to {floors}")
+    for name, value in (
+        ("training_reserved_mb", message.training_reserved_mb),
+        ("max_inference_mb", message.max_inference_mb),
+    ):
+        if value > _MAX_MEMORY_MB:
+            check.wrong(
+                f"budget.{name}", f"must be at most {_MAX_MEMORY_MB} MiB, got {value}; leave it out for no limit"
+            )
     lease = check.seconds("budget.lease_seconds", message.lease_seconds)
     check.done()
     return Budget(

@@ -114,6 +114,7 @@ async def test_the_body_says_everything_explicitly(served: tuple[FakeServer, SGL
         ({"sampling": {"logit_bias": {"1000": 1.0}}}, "logit_bias"),
         ({"sampling": {"custom_params": object()}}, "JSON"),
         ({"top_logprobs": 2}, "needs logprobs"),
+        ({"top_logprobs": 1001, "logprobs": True}, "vocabulary of 1000"),
         ({"prompt_logprobs_from": -1}, "prompt_logprobs_from"),
         ({"engine_params": {"rid": "x", "stream": False}}, "rid, stream"),
         ({"engine_params": {"token_ids_logprob": [1000]}}, "token_ids_logprob"),

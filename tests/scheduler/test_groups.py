@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from rolloutd.scheduler.actions import GroupFinished
+from rolloutd.scheduler.actions import GroupFinished, Rejected
 from rolloutd.scheduler.config import QueueSettings
 from rolloutd.scheduler.spec import TOKEN_BYTES, RolloutSpec, Weights
 from rolloutd.scheduler.states import FaultKind, Gate, Outcome, RolloutClass, RolloutState
@@ -245,6 +245,16 @@ def test_a_group_ends_once_and_names_who_failed() -> None:
     assert end == GroupFinished("g", False, ("g/0", "g/1", "g/2", "late"), ("g/2",))
     bench.acknowledge("g/0", "g/1", "g/2", "late")
     assert not bench.its_run().groups and bench.run_view().undelivered_bytes == 0
+
+
+def test_submissions_of_a_group_that_disagree_on_its_size_are_refused() -> None:
+    bench = Bench(engine(slots=8))
+    bench.submit(spec("a", group_id="g", group_size=3))
+    bench.submit(spec("b", group_id="g", group_size=5))
+    (refused,) = bench.heard(Rejected)
+    assert refused.rollout_id == "b" and refused.error.fields[0][0] == "group_size"
+    bench.submit(spec("c", group_id="g"), spec("d", group_id="g", group_size=3))
+    assert len(bench.heard(Rejected)) == 1 and bench.its_run().groups["g"].members == ["a", "c", "d"]
 
 
 def test_a_group_of_announced_size_waits_for_all_its_members() -> None:

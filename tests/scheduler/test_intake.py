@@ -62,6 +62,7 @@ BAD_FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
     ("stop id", {"sampling": {"stop_token_ids": [5, 100_000]}}, "sampling.stop_token_ids", "100000 is outside"),
     ("negative stop id", {"sampling": {"stop_token_ids": [-1]}}, "sampling.stop_token_ids", "-1 is outside"),
     ("bias", {"sampling": {"logit_bias": {"100000": 1.0}}}, "sampling.logit_bias", "100000 is outside"),
+    ("top log-probs", {"top_logprobs": 100_001}, "top_logprobs", "more than the vocabulary of 100000"),
 ]
 
 

@@ -70,6 +70,24 @@ async def test_hello_is_required_first_and_only_once() -> None:
             assert await twice.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
+async def test_a_cursor_that_cannot_be_one_is_refused_and_the_consumer_goes_on() -> None:
+    async with running_server() as rig:
+        wrong = Stream(rig.rollouts, None)
+        async with wrong:
+            await wrong.send(hello=Hello(run_id="run", consumer_id="trainer", resume_cursor=2**64 - 1))
+            assert await wrong.event() is None
+            assert await wrong.code() is grpc.StatusCode.INVALID_ARGUMENT
+        async with rig.stream() as stream:
+            await stream.submit(submission("r"))
+            assert [result.rollout_id for result in await stream.finished(1)] == ["r"]
+
+
+async def test_more_top_logprobs_than_a_message_holds_are_refused_before_any_engine() -> None:
+    async with running_server() as rig, rig.stream() as stream:
+        await stream.submit(submission("r", top_logprobs=2**32 - 1))
+        assert (await stream.next("rejected")).error.field_violations[0].field == "top_logprobs"
+
+
 async def test_a_newer_stream_of_the_same_consumer_replaces_the_older() -> None:
     async with running_server(auto=False) as rig, rig.stream() as older:
         await older.submit(submission("r"))

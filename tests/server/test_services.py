@@ -163,6 +163,13 @@ async def test_a_budget_that_contradicts_itself_is_refused_by_field() -> None:
         assert details.fields == ["budget.classes[2].rollout_class", "budget.classes", "budget.classes"]
         missing = await refused(rig.trainer.SetBudget(SetBudgetRequest(run_id="run")))
         assert missing.fields == ["budget"]
+        huge = Budget(max_inference_mb=2**64 - 1, training_reserved_mb=2**64 - 1)
+        details = await refused(rig.trainer.SetBudget(SetBudgetRequest(run_id="run", budget=huge)))
+        assert details.fields == ["budget.training_reserved_mb", "budget.max_inference_mb"]
+        most = Budget(max_inference_mb=2**53)
+        answer = await rig.trainer.SetBudget(SetBudgetRequest(run_id="run", budget=most))
+        assert answer.budget.max_inference_mb == 2**53
+        assert [run.run_id for run in (await rig.runs.ListRuns(ListRunsRequest())).runs] == ["run"]
 
 
 async def test_report_step_promotes_and_keeps_what_is_not_said() -> None:

@@ -359,3 +359,5 @@ def test_structs_keep_whole_numbers_whole_and_say_what_json_cannot() -> None:
     message = to_struct({"count": 8, "rate": 0.5, "none": None, "nan": float("nan"), "deep": {"list": [1, "x"]}})
     assert from_struct(message) == {"count": 8, "rate": 0.5, "none": None, "nan": "nan", "deep": {"list": [1, "x"]}}
     assert isinstance(from_struct(message)["count"], int)
+    message.update({"large": 1e30})  # beyond the integers that JSON writers take
+    assert isinstance(from_struct(message)["large"], float)

@@ -507,7 +507,9 @@ class RolloutSubmission(_message.Message):
     logprobs: _builtins.bool
     """Return the log-prob of each generated token. false: none. REPLAY always returns those of the prompt."""
     top_logprobs: _builtins.int
-    """Return this many most likely tokens at each position, which implies logprobs. 0: none."""
+    """Return this many most likely tokens at each position, which implies logprobs. At most 1024 and the vocabulary size.
+    0: none.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids as numbers."""
