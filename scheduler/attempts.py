@@ -101,10 +101,12 @@ def failed(world: World, event: AttemptFailed) -> None:
     _wake_followers(world, attempt)
     lifecycle.close_attempt(world, attempt, event.partial)
     if event.fault in (FaultKind.BROKEN, FaultKind.SILENT):
+        was_open = engine.breaker_until > world.now
         engine.note_fault(world.now, event.message, settings)
         rollout.excluded.add(engine.engine_id)
         if engine.breaker_until > world.now:
             _look_again(world, engine, engine.breaker_until)
+        if engine.breaker_until > world.now and not was_open:
             world.record(
                 "warning", "engine_breaker_open", engine=engine.engine_id, faults=engine.faults, error=event.message
             )

@@ -10,6 +10,8 @@ What this module does not know: streams and connections.
 
 from __future__ import annotations
 
+import math
+
 from rolloutd.scheduler import lifecycle
 from rolloutd.scheduler.actions import Attached, Finished, NoticeKind
 from rolloutd.scheduler.events import AcknowledgeResults, AttachConsumer
@@ -20,6 +22,9 @@ from rolloutd.scheduler.spec import Acknowledgement
 from rolloutd.scheduler.states import Code
 from rolloutd.scheduler.timers import TimerKind
 from rolloutd.scheduler.world import World
+
+SMOOTHING = 0.02  # weight of the newest reward in the mean
+DROP_REASON_CHARACTERS = 200
 
 
 def fence(run: Run, epoch: int) -> Refusal | None:
@@ -119,7 +124,7 @@ def acknowledge(world: World, run: Run, consumer: Consumer, event: AcknowledgeRe
     for acknowledgement in event.acknowledgements:
         cursor = consumer.by_rollout.get(acknowledgement.rollout_id)
         if cursor is not None:
-            _note_verdict(run, acknowledgement)
+            _note_verdict(world, run, acknowledgement)
             _forget(world, run, consumer, cursor)
     for cursor in consumer.through(event.through_cursor):
         _forget(world, run, consumer, cursor)
@@ -213,10 +218,19 @@ def _forget(world: World, run: Run, consumer: Consumer, cursor: int) -> None:
         run.groups.pop(group.group_id, None)
 
 
-def _note_verdict(run: Run, acknowledgement: Acknowledgement) -> None:
+def _note_verdict(world: World, run: Run, acknowledgement: Acknowledgement) -> None:
     rollout = run.rollouts.get(acknowledgement.rollout_id)
-    if rollout is None or rollout.result is None or acknowledgement.used is None:
+    if rollout is None or rollout.result is None:
         return
+    reward = acknowledgement.reward
+    if reward is not None and math.isfinite(reward):
+        run.mean_reward = (
+            reward if run.mean_reward is None else run.mean_reward + SMOOTHING * (reward - run.mean_reward)
+        )
     if acknowledgement.used:
         run.valid_samples += 1
         run.mix.consumed.add(run.mix.name(rollout.spec.stratum))
+    elif acknowledgement.used is not None:
+        run.dropped_samples += 1
+        reason = acknowledgement.drop_reason[:DROP_REASON_CHARACTERS]
+        world.record("info", "result_dropped", run=run.run_id, rollout=rollout.rollout_id, reason=reason, reward=reward)

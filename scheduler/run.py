@@ -41,6 +41,7 @@ class Run:
         "by_step",
         "consumers",
         "delivered",
+        "dropped_samples",
         "dispatches",
         "ended",
         "entries",
@@ -71,6 +72,7 @@ class Run:
         "undelivered_bytes",
         "undelivered_results",
         "unfinished",
+        "mean_reward",
         "valid_samples",
         "virtual_tokens",
     )
@@ -110,6 +112,8 @@ class Run:
         self.undelivered_results = 0
         self.finished_samples = 0
         self.valid_samples = 0
+        self.dropped_samples = 0
+        self.mean_reward: float | None = None
         self.finished_by_class = [0] * len(RolloutClass)
         self.finished_by_task = [0] * len(TaskType)
 

@@ -55,6 +55,8 @@ def run_view(world: World, run: Run, now: float) -> RunView:
         undelivered_bytes=run.undelivered_bytes,
         undelivered_results=run.undelivered_results,
         valid_samples=run.valid_samples,
+        dropped_samples=run.dropped_samples,
+        mean_reward=run.mean_reward,
         finished_samples=run.finished_samples,
         diversity_distance=run.mix.distance(),
         strata_coverage=run.mix.coverage(),

@@ -91,6 +91,8 @@ class RunView:
     undelivered_bytes: int
     undelivered_results: int
     valid_samples: int  # acknowledged as used
+    dropped_samples: int  # acknowledged as dropped
+    mean_reward: float | None  # of acknowledged results, recent ones weighing more
     finished_samples: int
     diversity_distance: float  # total variation between consumed strata and the target mix
     strata_coverage: float

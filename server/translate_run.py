@@ -166,6 +166,8 @@ def to_run_state(view: RunView, connected_consumers: int) -> RunState:
         undelivered_results=view.undelivered_results,
         connected_consumers=connected_consumers,
         used_results=view.valid_samples,
+        dropped_results=view.dropped_samples,
+        mean_reward=view.mean_reward,
     )
     if view.trainer_state is not TrainerState.UNKNOWN or view.step:
         message.step = view.step

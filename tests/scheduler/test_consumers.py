@@ -341,3 +341,21 @@ def test_verdicts_feed_the_valid_count_and_the_consumed_mix() -> None:
     assert bench.run_view().valid_samples == 2 and bench.run_view().strata_coverage == 0.5
     bench.acknowledge("m0", used=True)
     assert bench.run_view().valid_samples == 2, "a verdict counts once"
+
+
+def test_rewards_and_reasons_of_dropped_results_can_be_seen() -> None:
+    bench = Bench(engine(slots=8))
+    bench.run(*specs("r", 3))
+    for name in ("r0", "r1", "r2"):
+        bench.finish(name)
+    assert bench.run_view().mean_reward is None
+    verdicts = (
+        Acknowledgement("r0", used=True, reward=1.0),
+        Acknowledgement("r1", used=False, drop_reason="too long", reward=0.0),
+        Acknowledgement("r2", used=False, drop_reason="stale", reward=float("nan")),
+    )
+    bench.do(AcknowledgeResults(RUN, CONSUMER, verdicts))
+    view = bench.run_view()
+    assert (view.valid_samples, view.dropped_samples) == (1, 2)
+    assert view.mean_reward is not None and 0.9 < view.mean_reward < 1.0, "a reward that is no number changes nothing"
+    assert [record.fields["reason"] for record in bench.records("result_dropped")] == ["too long", "stale"]

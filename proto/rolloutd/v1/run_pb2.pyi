@@ -399,6 +399,8 @@ class RunState(_message.Message):
     DIVERSITY_SCORE_FIELD_NUMBER: _builtins.int
     CONNECTED_CONSUMERS_FIELD_NUMBER: _builtins.int
     USED_RESULTS_FIELD_NUMBER: _builtins.int
+    DROPPED_RESULTS_FIELD_NUMBER: _builtins.int
+    MEAN_REWARD_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     status: Global___RunStatus.ValueType
@@ -433,6 +435,10 @@ class RunState(_message.Message):
     """Consumers with a stream."""
     used_results: _builtins.int
     """Results acknowledged as used."""
+    dropped_results: _builtins.int
+    """Results acknowledged with the verdict DROPPED. The reason of each is in the server's log."""
+    mean_reward: _builtins.float
+    """Mean reward of acknowledged results, recent ones weighing more. Absent while none was given."""
     @_builtins.property
     def classes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassState]:
         """Work per class, one entry for each that has had any."""
@@ -467,17 +473,23 @@ class RunState(_message.Message):
         diversity_score: _builtins.float | None = ...,
         connected_consumers: _builtins.int = ...,
         used_results: _builtins.int = ...,
+        dropped_results: _builtins.int = ...,
+        mean_reward: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_diversity_score", b"_diversity_score", "_step", b"_step", "budget", b"budget", "diversity_score", b"diversity_score", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_diversity_score", b"_diversity_score", "_mean_reward", b"_mean_reward", "_step", b"_step", "budget", b"budget", "diversity_score", b"diversity_score", "mean_reward", b"mean_reward", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_diversity_score", b"_diversity_score", "_step", b"_step", "budget", b"budget", "classes", b"classes", "connected_consumers", b"connected_consumers", "demand_tokens_per_second", b"demand_tokens_per_second", "desired_engines", b"desired_engines", "diversity_score", b"diversity_score", "kv_tokens_committed", b"kv_tokens_committed", "phase", b"phase", "policy_version", b"policy_version", "run_id", b"run_id", "status", b"status", "step", b"step", "supply_tokens_per_second", b"supply_tokens_per_second", "tasks", b"tasks", "trainer_epoch", b"trainer_epoch", "trainer_state", b"trainer_state", "undelivered_bytes", b"undelivered_bytes", "undelivered_results", b"undelivered_results", "used_results", b"used_results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_diversity_score", b"_diversity_score", "_mean_reward", b"_mean_reward", "_step", b"_step", "budget", b"budget", "classes", b"classes", "connected_consumers", b"connected_consumers", "demand_tokens_per_second", b"demand_tokens_per_second", "desired_engines", b"desired_engines", "diversity_score", b"diversity_score", "dropped_results", b"dropped_results", "kv_tokens_committed", b"kv_tokens_committed", "mean_reward", b"mean_reward", "phase", b"phase", "policy_version", b"policy_version", "run_id", b"run_id", "status", b"status", "step", b"step", "supply_tokens_per_second", b"supply_tokens_per_second", "tasks", b"tasks", "trainer_epoch", b"trainer_epoch", "trainer_state", b"trainer_state", "undelivered_bytes", b"undelivered_bytes", "undelivered_results", b"undelivered_results", "used_results", b"used_results"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__diversity_score: _TypeAlias = _typing.Literal["diversity_score"]  # noqa: Y015
     _WhichOneofArgType__diversity_score: _TypeAlias = _typing.Literal["_diversity_score", b"_diversity_score"]  # noqa: Y015
+    _WhichOneofReturnType__mean_reward: _TypeAlias = _typing.Literal["mean_reward"]  # noqa: Y015
+    _WhichOneofArgType__mean_reward: _TypeAlias = _typing.Literal["_mean_reward", b"_mean_reward"]  # noqa: Y015
     _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
     _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__diversity_score) -> _WhichOneofReturnType__diversity_score | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mean_reward) -> _WhichOneofReturnType__mean_reward | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
 
