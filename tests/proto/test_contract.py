@@ -117,7 +117,7 @@ def test_fields_that_carry_a_quantity_name_its_unit() -> None:
     """A float is a time, a share, a rate or a score by its name; nothing is left to guess."""
     unitless = {
         # scores, weights and shares
-        "score", "share", "diversity_score", "buffer_fill", "reward", "policy_entropy", "fairness_weight",
+        "score", "share", "diversity_score", "buffer_fill", "reward", "mean_reward", "policy_entropy", "fairness_weight",
         "prefix", "critical", "waiting", "diversity", "cost",
         # sampling, whose names are the field's own
         "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
