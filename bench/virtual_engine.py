@@ -131,7 +131,8 @@ class SimEngine:
         for frame in self._machine.advance(now):
             attempt = self._attempts[frame.rid]
             attempt.add(frame)
-            if self._ever is not None and frame.prompt_version:
+            news = len(attempt.tokens) == len(frame.tokens) or frame.finish_reason is not None  # the first and the last
+            if self._ever is not None and frame.prompt_version and news:
                 self._remember(attempt)
             if frame.finish_reason is None:
                 reports.append(

@@ -90,7 +90,7 @@ def random_engine(rng: random.Random, number: int, slowdown: float) -> FaultyEng
         context_tokens=CONTEXT_TOKENS,
         max_prefill_tokens=rng.choice([100, 16_384]),
         schedule_policy=rng.choice(["fcfs", "lpm"]),
-        stream_interval=rng.choice([1, 8, 32]),
+        stream_interval=rng.choice([4, 16, 32]),
         max_queued=rng.choice([None, None, 2]),
         timing=TimingModel(
             curve=rng.choice(["flat", "steep"]),

@@ -1,7 +1,7 @@
 """10,000 random schedules in virtual time: budgets hold, floors hold, nothing starves, nothing is lost (issue bar "Budget").
 
 What is asserted stands in `auditor`, `ceilings` and `floors`; what happens, in `random_world`. The ceilings, ids, tokens,
-outcomes and floors are looked at with every event; the full `check()` of core, index and engines with every 16th, and always at
+outcomes and floors are looked at with every event; the full `check()` of core, index and engines with every 32nd, and always at
 the end. A failure names its seed; `python -m tests.scheduler.virtual.random_world SEED` replays it with a full check at every
 event.
 """
@@ -16,7 +16,7 @@ from tests.scheduler.virtual.random_world import RandomWorld
 
 SCHEDULES = 10_000
 CHUNK = 250
-CHECK_EVERY = 16
+CHECK_EVERY = 32
 
 # What random schedules must have met, or they are not the test they claim to be.
 WANTED = (
