@@ -232,6 +232,7 @@ def _interrupted(world: World, rollout: Rollout, attempt: Attempt, reason: Abort
         lifecycle.requeue(world, rollout, "recalled from the engine's queue", keep=True)
     elif reason in (AbortReason.PREEMPT, AbortReason.BUDGET):
         rollout.preemptions += 1
+        rollout.yielded += reason is AbortReason.PREEMPT
         lifecycle.requeue(world, rollout, f"interrupted ({reason.name.lower()})", keep=True)
     else:
         _fault(world, rollout, f"engine {attempt.engine.engine_id} aborted it by itself")
