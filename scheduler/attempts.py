@@ -45,7 +45,7 @@ def progress(world: World, event: AttemptProgress) -> None:
     attempt.progress_at = now
     _grow_claim(world, attempt)
     written = rollout.kept_tokens + event.generated_tokens
-    news = rollout.run.lengths.note_running(rollout.prompt_hash, rollout.task_type, rollout.rollout_id, written)
+    news = rollout.run.lengths.note_running(rollout.prompt_hash, rollout.kind, rollout.rollout_id, written)
     entry = _waiting_siblings(rollout)
     if news and entry is not None:
         queueing.note_siblings(world, entry)

@@ -187,6 +187,11 @@ class Rollout:
         return self.spec.task_type
 
     @property
+    def kind(self) -> tuple[TaskType, str]:
+        """What it is alike with in length: its task type and stratum."""
+        return self.spec.task_type, self.run.mix.name(self.spec.stratum)
+
+    @property
     def on_preempt(self) -> OnPreempt:
         return self.spec.on_preempt if self.spec.on_preempt is not None else self.run.settings.on_preempt
 
