@@ -45,7 +45,7 @@ def progress(world: World, event: AttemptProgress) -> None:
     attempt.progress_at = now
     _grow_claim(world, attempt)
     written = rollout.kept_tokens + event.generated_tokens
-    news = rollout.run.lengths.note_running(rollout.prompt_hash, rollout.task_type, rollout.rollout_id, written)
+    news = rollout.run.lengths.note_running(rollout.prompt_hash, rollout.kind, rollout.rollout_id, written)
     entry = _waiting_siblings(rollout)
     if news and entry is not None:
         queueing.note_siblings(world, entry)
@@ -232,6 +232,7 @@ def _interrupted(world: World, rollout: Rollout, attempt: Attempt, reason: Abort
         lifecycle.requeue(world, rollout, "recalled from the engine's queue", keep=True)
     elif reason in (AbortReason.PREEMPT, AbortReason.BUDGET):
         rollout.preemptions += 1
+        rollout.yielded += reason is AbortReason.PREEMPT
         lifecycle.requeue(world, rollout, f"interrupted ({reason.name.lower()})", keep=True)
     else:
         _fault(world, rollout, f"engine {attempt.engine.engine_id} aborted it by itself")

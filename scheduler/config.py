@@ -49,7 +49,7 @@ class PreemptSettings:
 
     enabled: bool = True
     min_run_seconds: float = 2.0
-    max_per_rollout: int = 2
+    max_per_rollout: int = 4  # a background rollout that outlives a few training steps yields once in each
     cool_down_seconds: float = 1.0
 
 

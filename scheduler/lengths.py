@@ -1,8 +1,8 @@
 """How long outputs will be: what a prompt's finished and running rollouts say about those that still wait.
 
-Model: log-lengths of a task are normal; 71 % of their variance lies between prompts, 29 % between samples of one prompt
-(WORKLOADS B.5 and C.3). A prompt's log-mean has the task's distribution as its prior. A finished rollout is an observation;
-one that has written g tokens is an observation cut off at g, imputed by its conditional mean
+Model: log-lengths of a task type and stratum are normal; 71 % of their variance lies between prompts, 29 % between samples
+of one prompt (WORKLOADS B.5 and C.3). A prompt's log-mean has its kind's distribution as its prior. A finished rollout is an
+observation; one that has written g tokens is an observation cut off at g, imputed by its conditional mean
 
     E[x | x > a] = m + s * phi(z) / (1 - Phi(z)),  z = (a - m) / s
 
@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from statistics import NormalDist
 
 from rolloutd.scheduler.states import TaskType
 
+Kind = tuple[TaskType, str]  # task type and stratum: what is alike in length
 MAX_PROMPTS = 65_536
 BETWEEN_SHARE = 0.71  # of the variance of log-length, between prompts
 START_VARIANCE = 1.0  # of log-length, before there are data: W1's is 0.98, W2's 0.72
@@ -32,12 +34,15 @@ ENOUGH_SAMPLES = 32  # finished and running, before the task's own mean and vari
 OLD_SAMPLES = 16  # a prompt's history counts as at most this many; older epochs fade
 ROUNDS = 3
 GROWTH = 1.1  # a running rollout's tokens are looked at again when they grew by this
-# Expected largest of k standard normals (order statistics), k = 1..16; beyond that sqrt(2 ln k) less its usual excess.
+# Expected largest of k standard normals (order statistics), k = 1..16; beyond that Blom's approximation.
 LARGEST = (0.0, 0.564, 0.846, 1.029, 1.163, 1.267, 1.352, 1.424, 1.485, 1.539, 1.586, 1.629, 1.668, 1.703, 1.736, 1.766)
 
 
+NORMAL = NormalDist()
+
+
 class _Task:
-    """Prior of one task type: mean and variance of log-length over all prompts."""
+    """Prior of one kind of work: mean and variance of log-length over all its prompts."""
 
     __slots__ = ("count", "log_sum", "mean", "square_sum", "token_sum", "variance", "version")
 
@@ -65,28 +70,28 @@ class _Prompt:
 
 class LengthModel:
     def __init__(self) -> None:
-        self._tasks: dict[TaskType, _Task] = {}
-        self._prompts: OrderedDict[tuple[str, TaskType], _Prompt] = OrderedDict()
+        self._tasks: dict[Kind, _Task] = {}
+        self._prompts: OrderedDict[tuple[str, Kind], _Prompt] = OrderedDict()
 
     # observations ------------------------------------------------------------------------------------------------------
 
-    def note_running(self, prompt_hash: str, task_type: TaskType, rollout_id: str, tokens: int) -> bool:
+    def note_running(self, prompt_hash: str, kind: Kind, rollout_id: str, tokens: int) -> bool:
         """A rollout has written this many tokens; true when that may change what is expected of its siblings."""
-        prompt = self._prompt(prompt_hash, task_type)
+        prompt = self._prompt(prompt_hash, kind)
         if tokens <= prompt.running.get(rollout_id, 0) * GROWTH:
             return False
         prompt.running[rollout_id] = tokens
         prompt.stale = True
         return True
 
-    def note_stopped(self, prompt_hash: str, task_type: TaskType, rollout_id: str) -> None:
+    def note_stopped(self, prompt_hash: str, kind: Kind, rollout_id: str) -> None:
         """A rollout stopped running without an end: it says nothing more."""
-        prompt = self._prompts.get((prompt_hash, task_type))
+        prompt = self._prompts.get((prompt_hash, kind))
         if prompt is not None and prompt.running.pop(rollout_id, None) is not None:
             prompt.stale = True
 
-    def note_finished(self, prompt_hash: str, task_type: TaskType, rollout_id: str, tokens: int) -> None:
-        prompt = self._prompt(prompt_hash, task_type)
+    def note_finished(self, prompt_hash: str, kind: Kind, rollout_id: str, tokens: int) -> None:
+        prompt = self._prompt(prompt_hash, kind)
         prompt.running.pop(rollout_id, None)
         log = math.log(max(1, tokens))
         if prompt.finished >= OLD_SAMPLES:
@@ -95,7 +100,7 @@ class LengthModel:
         prompt.finished += 1
         prompt.log_sum += log
         prompt.stale = True
-        task = self._task(task_type)
+        task = self._task(kind)
         if task.count >= 4096:  # forget slowly: the policy changes
             task.count, task.log_sum, task.square_sum, task.token_sum = (
                 task.count / 2,
@@ -109,12 +114,12 @@ class LengthModel:
         task.token_sum += tokens
 
     def refresh(self) -> None:
-        """Re-estimate the tasks' priors from what finished and what runs. Costs a pass over running rollouts."""
-        for task_type, task in self._tasks.items():
+        """Re-estimate the priors from what finished and what runs. Costs a pass over running rollouts."""
+        for kind, task in self._tasks.items():
             deviation = math.sqrt(task.variance)
             count, log_sum, square_sum = task.count, task.log_sum, task.square_sum
-            for (_, its_type), prompt in self._prompts.items():
-                if its_type is task_type and prompt.running:
+            for (_, its_kind), prompt in self._prompts.items():
+                if its_kind == kind and prompt.running:
                     for tokens in prompt.running.values():
                         middle = task.mean if task.mean is not None else math.log(max(2, tokens))
                         log = _imputed(math.log(max(1, tokens)), middle, deviation)
@@ -131,37 +136,37 @@ class LengthModel:
 
     # estimates ---------------------------------------------------------------------------------------------------------
 
-    def expected(self, prompt_hash: str, task_type: TaskType, max_new_tokens: int, written: int = 0) -> float:
+    def expected(self, prompt_hash: str, kind: Kind, max_new_tokens: int, written: int = 0) -> float:
         """Mean output tokens of one rollout of this prompt that has written `written` already."""
-        log_mean, deviation = self._predict(prompt_hash, task_type, max_new_tokens)
+        log_mean, deviation = self._predict(prompt_hash, kind, max_new_tokens)
         if written > 1:
             log_mean = max(log_mean, _imputed(math.log(written), log_mean, deviation) - 0.5 * deviation * deviation)
         return _tokens(log_mean + 0.5 * deviation * deviation, max_new_tokens)
 
-    def longest(self, prompt_hash: str, task_type: TaskType, max_new_tokens: int, count: int) -> float:
+    def longest(self, prompt_hash: str, kind: Kind, max_new_tokens: int, count: int) -> float:
         """Expected length of the longest of `count` rollouts of this prompt: what a step that needs them all waits for."""
-        log_mean, deviation = self._predict(prompt_hash, task_type, max_new_tokens)
+        log_mean, deviation = self._predict(prompt_hash, kind, max_new_tokens)
         if count <= len(LARGEST):
             excess = LARGEST[max(1, count) - 1]
         else:
-            root = math.sqrt(2.0 * math.log(count))
-            excess = root - (math.log(math.log(count)) + math.log(4 * math.pi)) / (2 * root)
+            excess = NORMAL.inv_cdf((count - 0.375) / (count + 0.25))
         return _tokens(log_mean + excess * deviation, max_new_tokens)
 
     def mean(self, task_type: TaskType) -> float:
-        """Mean output tokens of finished rollouts of a task type; 0 when there were none."""
-        task = self._tasks.get(task_type)
-        return task.token_sum / task.count if task is not None and task.count else 0.0
+        """Mean output tokens of finished rollouts of a task type, over all strata; 0 when there were none."""
+        tasks = [task for kind, task in self._tasks.items() if kind[0] is task_type]
+        count = sum(task.count for task in tasks)
+        return sum(task.token_sum for task in tasks) / count if count else 0.0
 
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def _predict(self, prompt_hash: str, task_type: TaskType, max_new_tokens: int) -> tuple[float, float]:
+    def _predict(self, prompt_hash: str, kind: Kind, max_new_tokens: int) -> tuple[float, float]:
         """(log-mean of the prompt, standard deviation between its samples)."""
-        task = self._task(task_type)
+        task = self._task(kind)
         within = math.sqrt((1.0 - BETWEEN_SHARE) * task.variance)
         prior = task.mean if task.mean is not None else math.log(max(2.0, max_new_tokens * UNKNOWN_SHARE))
-        prompt = self._prompts.get((prompt_hash, task_type))
+        prompt = self._prompts.get((prompt_hash, kind))
         if prompt is None:
             return prior, within
         if prompt.stale or prompt.task_version != task.version:
@@ -170,14 +175,14 @@ class LengthModel:
             prompt.task_version = task.version
         return prompt.log_mean, within
 
-    def _task(self, task_type: TaskType) -> _Task:
-        task = self._tasks.get(task_type)
+    def _task(self, kind: Kind) -> _Task:
+        task = self._tasks.get(kind)
         if task is None:
-            task = self._tasks[task_type] = _Task()
+            task = self._tasks[kind] = _Task()
         return task
 
-    def _prompt(self, prompt_hash: str, task_type: TaskType) -> _Prompt:
-        key = (prompt_hash, task_type)
+    def _prompt(self, prompt_hash: str, kind: Kind) -> _Prompt:
+        key = (prompt_hash, kind)
         prompt = self._prompts.get(key)
         if prompt is None:
             prompt = self._prompts[key] = _Prompt()

@@ -194,7 +194,7 @@ def close_attempt(world: World, attempt: Attempt, piece: Piece | None) -> None:
     del world.attempts[attempt.attempt_id]
     attempt.engine.attempts.pop(attempt.attempt_id, None)
     rollout.attempt = None
-    rollout.run.lengths.note_stopped(rollout.prompt_hash, rollout.task_type, rollout.rollout_id)
+    rollout.run.lengths.note_stopped(rollout.prompt_hash, rollout.kind, rollout.rollout_id)
     turns.settle(rollout.run, rollout.spec.pool, attempt.charged_tokens, _cost_tokens(attempt, piece))
     rollout.running_seconds += now - attempt.dispatched_at
     rollout.ttl_at += now - attempt.dispatched_at  # the limit is on waiting, and that was not waiting
@@ -272,7 +272,7 @@ def group_event(group: Group) -> GroupFinished:
 def _learn(run: Run, rollout: Rollout, result: RolloutResult) -> None:
     """Feed length priors, the output fingerprint and the stand-in for entropy."""
     run.finished_samples += 1
-    run.lengths.note_finished(result.prompt_hash, rollout.task_type, rollout.rollout_id, result.generated_tokens)
+    run.lengths.note_finished(result.prompt_hash, rollout.kind, rollout.rollout_id, result.generated_tokens)
     if result.token_bytes:
         run.mix.note_output(zlib.crc32(result.token_bytes))
     if result.logprob_bytes:

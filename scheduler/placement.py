@@ -70,9 +70,14 @@ def _fill(world: World, pool: str, batch_id: int, limit: int) -> int:
     blocked: set[tuple[str, RolloutClass, bool]] = set()
     per_run: dict[str, int] = {}
     made = 0
+    kept = False
     while True:
         turn = turns.next_turn(world, pool, blocked)
         if turn is None:
+            if made and kept:
+                world.dirty = (
+                    True  # what was dispatched may have ended a reason to keep room that stopped others before
+                )
             return made
         if made >= limit:
             world.dirty = True
@@ -89,6 +94,7 @@ def _fill(world: World, pool: str, batch_id: int, limit: int) -> int:
             if budgeting.note_stalled(world, run):
                 world.dirty = True  # room that was kept is free now, for work that this pass has passed by
         else:
+            kept = kept or gate is Gate.RESERVED_FOR_LARGE
             world.gates[gate] += 1
             blocked.add((run.run_id, turn.rollout_class, turn.short))
 

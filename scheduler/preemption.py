@@ -134,7 +134,7 @@ def _victims(world: World, run: Run, pool: str, gate: Gate, min_run_seconds: flo
             rollout.rollout_class is RolloutClass.CRITICAL
             or rollout.state is RolloutState.ABORTING
             or rollout.on_preempt is OnPreempt.NEVER
-            or rollout.preemptions >= settings.max_per_rollout
+            or rollout.yielded >= settings.max_per_rollout
             or world.now - attempt.dispatched_at < min_run_seconds
             or not _reachable(world, attempt.engine, run, pool)
         ):

@@ -192,14 +192,13 @@ def expect(entry: Entry) -> None:
     first = entry.members[0]
     kept = first.kept_tokens
     lengths = entry.run.lengths
-    whole = lengths.expected(entry.prompt_hash, entry.task_type, first.max_new_tokens, kept)
+    kind = (entry.task_type, entry.stratum)
+    whole = lengths.expected(entry.prompt_hash, kind, first.max_new_tokens, kept)
     entry.expected_tokens = max(1.0, whole - kept)
     if len(entry.members) == 1 and kept:
         entry.longest_tokens = entry.expected_tokens
     else:
-        entry.longest_tokens = lengths.longest(
-            entry.prompt_hash, entry.task_type, first.max_new_tokens, len(entry.members)
-        )
+        entry.longest_tokens = lengths.longest(entry.prompt_hash, kind, first.max_new_tokens, len(entry.members))
 
 
 def entry_facts(world: World, entry: Entry) -> Facts:

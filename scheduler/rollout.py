@@ -133,6 +133,7 @@ class Rollout:
         "submitted_at",
         "timer",
         "ttl_at",
+        "yielded",
     )
 
     def __init__(
@@ -173,6 +174,7 @@ class Rollout:
         self.attempts = 0
         self.faults = 0
         self.preemptions = 0
+        self.yielded = 0  # of these, how often it was for other work
         self.excluded: set[str] = set()  # engines that failed this rollout
         self.pieces: list[Piece] = []
         self.pieces_by: list[tuple[str, int]] = []  # (engine id, attempt number) of each piece
@@ -183,6 +185,11 @@ class Rollout:
     @property
     def task_type(self) -> TaskType:
         return self.spec.task_type
+
+    @property
+    def kind(self) -> tuple[TaskType, str]:
+        """What it is alike with in length: its task type and stratum."""
+        return self.spec.task_type, self.run.mix.name(self.spec.stratum)
 
     @property
     def on_preempt(self) -> OnPreempt:

@@ -1,8 +1,9 @@
 """Whose turn it is: which run, then short or long work, then which class.
 
     runs: below their floor first, then the least virtual tokens (expected tokens / fairness weight)
+    floors: what is below a floor goes before everything else of its run
     kind: short and long work alternate by quantum while both wait
-    class: below a floor first; every `overdue_turn`-th dispatch to the one that waits longest, past `overdue_seconds`; every
+    class: every `overdue_turn`-th dispatch to the one that waits longest, past `overdue_seconds`; every
            n-th to a lower class in the STABLE phase while the trainer does not wait; else CRITICAL, REUSABLE, BACKGROUND
 
 Invariants
@@ -41,6 +42,9 @@ def next_turn(world: World, pool: str, blocked: set[tuple[str, RolloutClass, boo
         return None
     turns = min(waiting.values(), key=lambda options: _run_order(options[0].run, pool))
     run = turns[0].run
+    below = [turn for turn in turns if owed(run, turn)]
+    if below:
+        return min(below, key=lambda turn: (turn.rollout_class, not turn.short))
     return _class_turn(world, run, _kind_turn(world, run, turns))
 
 
@@ -90,9 +94,6 @@ def _kind_turn(world: World, run: Run, turns: list[Turn]) -> list[Turn]:
 
 def _class_turn(world: World, run: Run, turns: list[Turn]) -> Turn:
     turns = sorted(turns, key=lambda turn: (turn.rollout_class, not turn.short))
-    below = [turn for turn in turns if owed(run, turn)]
-    if below:
-        return below[0]
     settings = world.config.queue
     if run.dispatches % settings.overdue_turn == settings.overdue_turn - 1:
         overdue = [turn for turn in turns if _waited(world, turn) > settings.overdue_seconds]

@@ -1,0 +1,97 @@
+"""What is expected of outputs: bounds, what finished and running siblings teach, kinds kept apart."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rolloutd.scheduler.lengths import MAX_PROMPTS, LengthModel
+from rolloutd.scheduler.states import TaskType
+
+MATH = (TaskType.GENERATION, "math")
+CODE = (TaskType.GENERATION, "code")
+MOST = 16_384
+
+
+def taught(*tokens: int, prompt: str = "p") -> LengthModel:
+    model = LengthModel()
+    for number, count in enumerate(tokens):
+        model.note_finished(prompt, MATH, f"r{number}", count)
+    return model
+
+
+@given(
+    st.lists(st.integers(0, 10**9), max_size=20), st.lists(st.integers(0, 10**9), max_size=20), st.integers(1, 10**6)
+)
+def test_estimates_are_finite_and_bounded(finished: list[int], running: list[int], most: int) -> None:
+    model = taught(*finished)
+    for number, tokens in enumerate(running):
+        model.note_running("p", MATH, f"live{number}", tokens)
+    model.refresh()
+    for count in (1, 2, 16, 17, 4096):
+        assert 1.0 <= model.longest("p", MATH, most, count) <= most
+    for written in (0, 1, most):
+        assert 1.0 <= model.expected("p", MATH, most, written) <= most
+
+
+def test_finished_siblings_move_the_estimate_towards_themselves() -> None:
+    unknown = LengthModel().expected("p", MATH, MOST)
+    assert taught(100, 120, 90).expected("p", MATH, MOST) < unknown < taught(9000, 11000).expected("p", MATH, MOST)
+
+
+def test_a_sibling_that_still_runs_counts_as_longer_than_what_it_wrote() -> None:
+    """Two short ones finished first; without the third, which runs on, the prompt would look short."""
+    model = taught(200, 300)
+    without = model.longest("p", MATH, MOST, 5)
+    assert model.note_running("p", MATH, "live", 6000)
+    assert model.longest("p", MATH, MOST, 5) > 1.5 * without
+    model.note_stopped("p", MATH, "live")
+    assert model.longest("p", MATH, MOST, 5) == pytest.approx(without)
+
+
+def test_only_news_is_news() -> None:
+    model = LengthModel()
+    assert model.note_running("p", MATH, "r", 100)
+    assert not model.note_running("p", MATH, "r", 105)
+    assert model.note_running("p", MATH, "r", 120)
+
+
+def test_the_longest_of_many_is_longer_and_never_falls_with_their_number() -> None:
+    model = taught(1000, 1200, 900)
+    longest = [model.longest("p", MATH, MOST, count) for count in range(1, 64)]
+    assert longest == sorted(longest) and longest[-1] > 2 * longest[0]
+
+
+def test_strata_teach_each_other_nothing() -> None:
+    model = LengthModel()
+    for number in range(64):
+        model.note_finished(f"p{number}", CODE, "r", 100)
+    model.refresh()
+    assert model.expected("new", CODE, MOST) < 200
+    assert model.expected("new", MATH, MOST) == LengthModel().expected("new", MATH, MOST)
+    assert model.mean(TaskType.GENERATION) == 100
+
+
+def test_a_kinds_prior_is_learnt_with_those_that_run() -> None:
+    """Thirty short ones are back and thirty run on far beyond them: a new prompt is not expected to be short."""
+    model = LengthModel()
+    for number in range(30):
+        model.note_finished(f"short{number}", MATH, "r", 100)
+        model.note_running(f"long{number}", MATH, "r", 3000)
+    model.refresh()
+    assert model.expected("new", MATH, MOST) > 400
+
+
+def test_memory_is_bounded_and_keeps_who_runs() -> None:
+    model = LengthModel()
+    model.note_running("live", MATH, "r", 5000)
+    for number in range(MAX_PROMPTS + 10):
+        model.note_finished(f"p{number}", MATH, "r", 10)
+    assert len(model) == MAX_PROMPTS
+    alone = LengthModel()
+    alone.note_running("live", MATH, "r", 5000)
+    assert model.longest("live", MATH, MOST, 1) == pytest.approx(alone.longest("live", MATH, MOST, 1))
+    assert math.isfinite(model.expected("p1", MATH, MOST))
