@@ -82,10 +82,12 @@ class Ceilings:
                 attempt = self.world.attempts.get(attempt_id)
                 if attempt is None:
                     continue
-                run_id = attempt.rollout.run.run_id
+                run = attempt.rollout.run
+                run_id = run.run_id
                 running[run_id] += 1
-                kinds[run_id, RolloutClass, attempt.rollout.rollout_class] += 1
-                kinds[run_id, TaskType, attempt.rollout.task_type] += 1
+                if run.ledger.budget.classes or run.ledger.budget.tasks:
+                    kinds[run_id, RolloutClass, attempt.rollout.rollout_class] += 1
+                    kinds[run_id, TaskType, attempt.rollout.task_type] += 1
                 if not lossy:
                     kv_tokens[run_id] += max(0, tokens - page)
                     kv_by_engine[run_id, engine_id] += max(0, tokens - page)

@@ -80,8 +80,8 @@ class RandomWorld:
             for run_id in self.runs
             for number in range(rng.choice([1, 1, 2]))
         ]
-        self.horizon_seconds = rng.uniform(3.0, 12.0)
-        self.rollouts = rng.randint(5, 24)
+        self.horizon_seconds = rng.uniform(2.5, 9.0)
+        self.rollouts = rng.randint(4, 22)
         self.steps = dict.fromkeys(self.runs, 0)
         self.work = RandomWork(rng)
         self.faults = RandomFaults(rng, self.simulation, self.engines, self.auditor.counts)
