@@ -188,7 +188,10 @@ def note_siblings(world: World, entry: Entry) -> None:
 
 
 def expect(entry: Entry) -> None:
-    """What is expected of the entry's members: the mean of the first one's remaining output, and the longest of all."""
+    """What is expected of the entry's members: the mean of the first one's remaining output, and the longest of its group.
+
+    Of the whole group, not of those that still wait: else the last member of a long group would rank with short groups.
+    """
     first = entry.members[0]
     kept = first.kept_tokens
     lengths = entry.run.lengths
@@ -198,7 +201,9 @@ def expect(entry: Entry) -> None:
     if len(entry.members) == 1 and kept:
         entry.longest_tokens = entry.expected_tokens
     else:
-        entry.longest_tokens = lengths.longest(entry.prompt_hash, kind, first.max_new_tokens, len(entry.members))
+        group = first.group
+        together = max(len(entry.members), group.size if group is not None else 1)
+        entry.longest_tokens = lengths.longest(entry.prompt_hash, kind, first.max_new_tokens, together)
 
 
 def entry_facts(world: World, entry: Entry) -> Facts:

@@ -1,9 +1,9 @@
 """Urgency of the training step: how much later the step ends if this waits.
 
 With a deadline: 1 - slack / HORIZON_SECONDS, where slack = deadline - now - expected running time (WORKLOADS B.12).
-Without one, for CRITICAL work: ln(longest) / ln(LONGEST_TOKENS), where longest is what the longest of the rollouts that wait
-with this prompt is expected to write: a step ends with its slowest rollout, so what may take longest goes first. The scale
-is fixed, so keys made at different times compare.
+Without one, for CRITICAL work: ln(longest) / ln(LONGEST_TOKENS), where longest is what the longest rollout of the prompt's
+group is expected to write: a step ends with its slowest rollout, so what may take longest goes first. The scale is fixed,
+so keys made at different times compare.
 For other classes: 1 / (2 x steps until needed); 0 where nobody needs it by a step.
 """
 
