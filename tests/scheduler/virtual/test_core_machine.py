@@ -275,4 +275,4 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 TestCore = CoreMachine.TestCase
-TestCore.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestCore.settings = settings(max_examples=600, stateful_step_count=50, deadline=None)
