@@ -26,7 +26,7 @@ from rolloutd.scheduler import (
     snapshot,
     trainer,
 )
-from rolloutd.scheduler.actions import Action, NoticeKind, Refuse
+from rolloutd.scheduler.actions import Action, Refuse
 from rolloutd.scheduler.config import SchedulerConfig
 from rolloutd.scheduler.events import (
     AcknowledgeResults,
@@ -280,6 +280,3 @@ class Scheduler:
     def check(self) -> None:
         """Re-derive every counter; AssertionError names the first that is off."""
         audit.check(self._world)
-
-
-__all__ = ["NoticeKind", "Scheduler"]

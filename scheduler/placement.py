@@ -25,7 +25,7 @@ from rolloutd.scheduler.permit import Permit
 from rolloutd.scheduler.promises import Promise
 from rolloutd.scheduler.rollout import Attempt
 from rolloutd.scheduler.run import Run
-from rolloutd.scheduler.scoring import ENGINE_TERMS, ENTRY_TERMS, TERMS, Facts, clamp, weighted
+from rolloutd.scheduler.scoring import ENGINE_TERMS, ENTRY_TERMS, TERMS, Facts, clamp, diversity, weighted
 from rolloutd.scheduler.spec import TOKEN_BYTES
 from rolloutd.scheduler.states import SHORT_TASKS, Gate, RolloutClass, RolloutState, TaskType
 from rolloutd.scheduler.views import Candidate, DecisionKind
@@ -197,7 +197,7 @@ def _choose(
 
 
 def _looks(
-    turn: turns.Turn, roomy: list[Engine], diversity: float, tasks: set[TaskType], owed: set[TaskType]
+    turn: turns.Turn, roomy: list[Engine], weight: float, tasks: set[TaskType], owed: set[TaskType]
 ) -> Iterator[list[Entry]]:
     """Entries to score, one look after the other.
 
@@ -208,8 +208,7 @@ def _looks(
     backlog = turn.backlog
 
     def lane_bonus(stratum: str) -> float:
-        target = mix.target_share(stratum)
-        return diversity * max(0.0, target - mix.dispatched_share(stratum)) / target if target > 0 else 0.0
+        return weight * diversity.missing(mix.target_share(stratum), mix.dispatched_share(stratum))
 
     keys = [engine.cache_key for engine in roomy]
     keepers = [turn.run.reserved_for, *(engine.reserved_for for engine in roomy)]

@@ -9,6 +9,9 @@ from rolloutd.scheduler.scoring.facts import Facts
 
 
 def score(facts: Facts) -> float:
-    if facts.target_share <= 0.0:
-        return 0.0
-    return max(0.0, facts.target_share - facts.stratum_share) / facts.target_share
+    return missing(facts.target_share, facts.stratum_share)
+
+
+def missing(target_share: float, stratum_share: float) -> float:
+    """The term from its two numbers alone, for ranking whole strata before any entry is looked at."""
+    return max(0.0, target_share - stratum_share) / target_share if target_share > 0.0 else 0.0
