@@ -138,19 +138,23 @@ class LengthModel:
 
     def expected(self, prompt_hash: str, kind: Kind, max_new_tokens: int, written: int = 0) -> float:
         """Mean output tokens of one rollout of this prompt that has written `written` already."""
-        log_mean, deviation = self._predict(prompt_hash, kind, max_new_tokens)
+        log_mean, deviation, _ = self._predict(prompt_hash, kind, max_new_tokens)
         if written > 1:
             log_mean = max(log_mean, _imputed(math.log(written), log_mean, deviation) - 0.5 * deviation * deviation)
         return _tokens(log_mean + 0.5 * deviation * deviation, max_new_tokens)
 
     def longest(self, prompt_hash: str, kind: Kind, max_new_tokens: int, count: int) -> float:
-        """Expected length of the longest of `count` rollouts of this prompt: what a step that needs them all waits for."""
-        log_mean, deviation = self._predict(prompt_hash, kind, max_new_tokens)
+        """Expected length of the longest of `count` rollouts of this prompt: what a step that needs them all waits for.
+
+        Of the predictive distribution, which is wider while little is known of the prompt: of two that look alike, the one
+        that was not tried yet may hide the longest rollout of the step, so it goes first.
+        """
+        log_mean, deviation, doubt = self._predict(prompt_hash, kind, max_new_tokens)
         if count <= len(LARGEST):
             excess = LARGEST[max(1, count) - 1]
         else:
             excess = NORMAL.inv_cdf((count - 0.375) / (count + 0.25))
-        return _tokens(log_mean + excess * deviation, max_new_tokens)
+        return _tokens(log_mean + excess * math.sqrt(deviation * deviation + doubt), max_new_tokens)
 
     def mean(self, task_type: TaskType) -> float:
         """Mean output tokens of finished rollouts of a task type, over all strata; 0 when there were none."""
@@ -161,19 +165,22 @@ class LengthModel:
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def _predict(self, prompt_hash: str, kind: Kind, max_new_tokens: int) -> tuple[float, float]:
-        """(log-mean of the prompt, standard deviation between its samples)."""
+    def _predict(self, prompt_hash: str, kind: Kind, max_new_tokens: int) -> tuple[float, float, float]:
+        """(log-mean of the prompt, standard deviation between its samples, variance of what is not known of the log-mean)."""
         task = self._task(kind)
         within = math.sqrt((1.0 - BETWEEN_SHARE) * task.variance)
+        between = BETWEEN_SHARE * task.variance
         prior = task.mean if task.mean is not None else math.log(max(2.0, max_new_tokens * UNKNOWN_SHARE))
         prompt = self._prompts.get((prompt_hash, kind))
         if prompt is None:
-            return prior, within
+            return prior, within, between
         if prompt.stale or prompt.task_version != task.version:
-            prompt.log_mean = _posterior(prompt, prior, BETWEEN_SHARE * task.variance, within)
+            prompt.log_mean = _posterior(prompt, prior, between, within)
             prompt.stale = False
             prompt.task_version = task.version
-        return prompt.log_mean, within
+        # One that runs counts in full: what it will tell is on its way, and trying others meanwhile tells more.
+        observations = prompt.finished + len(prompt.running)
+        return prompt.log_mean, within, 1.0 / (1.0 / between + observations / (within * within))
 
     def _task(self, kind: Kind) -> _Task:
         task = self._tasks.get(kind)
