@@ -22,7 +22,8 @@ class FaultKind(enum.Enum):
 
     REFUSED = "refused"  # the request itself is bad (4xx): final, another engine would say the same
     BUSY = "busy"  # alive but full or pausing (503, 429): try later or elsewhere, no mark against the engine
-    BROKEN = "broken"  # connection refused or cut, 5xx, a frame that makes no sense: retry elsewhere
+    UNREACHED = "unreached"  # no connection: the engine saw nothing of it, so the attempt did not count
+    BROKEN = "broken"  # connection cut, 5xx, a frame that makes no sense: retry elsewhere
     SILENT = "silent"  # no first byte, or no progress, within the limit: retry elsewhere
 
 

@@ -300,6 +300,8 @@ class SGLangEngine:
             trouble = FaultKind.BROKEN, "the stream ended before the attempt did"
         except TimeoutError as error:
             trouble = FaultKind.SILENT, self._silence(attempt, error)
+        except aiohttp.ClientConnectorError as error:
+            trouble = FaultKind.UNREACHED, f"connection failed: {_name(error)}"
         except (aiohttp.ClientError, OSError) as error:
             trouble = FaultKind.BROKEN, f"connection failed: {_name(error)}"
         except (msgspec.MsgspecError, FrameError, EventTooLarge, UnicodeDecodeError) as error:

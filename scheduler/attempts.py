@@ -3,7 +3,7 @@
 Invariants
 - An attempt ends once; reports about attempts that are gone are ignored.
 - "Bad request" ends the rollout, "busy" sends it back without a mark, "broken" and "silent" mark the engine, exclude it for
-  this rollout and cost one of its attempts (property P7).
+  this rollout and cost one of its attempts (property P7). "Not reached" marks the engine alone: it saw nothing of the rollout.
 - Tokens that arrived before a fault or an interruption are kept, unless the rollout wants to restart.
 
 What this module does not know: where the rollout goes next.
@@ -100,7 +100,7 @@ def failed(world: World, event: AttemptFailed) -> None:
     reason = attempt.abort_reason
     _wake_followers(world, attempt)
     lifecycle.close_attempt(world, attempt, event.partial)
-    if event.fault in (FaultKind.BROKEN, FaultKind.SILENT):
+    if event.fault in (FaultKind.BROKEN, FaultKind.SILENT, FaultKind.UNREACHED):
         was_open = engine.breaker_until > world.now
         engine.note_fault(world.now, event.message, settings)
         rollout.excluded.add(engine.engine_id)
@@ -127,6 +127,8 @@ def failed(world: World, event: AttemptFailed) -> None:
         lifecycle.finish(world, rollout, Outcome.ENGINE_REFUSED, error)
     elif event.fault is FaultKind.BUSY:
         _retry(world, rollout, f"engine {engine.engine_id} is busy: {event.message}")
+    elif event.fault is FaultKind.UNREACHED:
+        _retry(world, rollout, f"engine {engine.engine_id} was not reached: {event.message}")
     else:
         _fault(world, rollout, f"engine {engine.engine_id} failed: {event.message}")
 

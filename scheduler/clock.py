@@ -21,6 +21,7 @@ from rolloutd.scheduler.world import World
 HOUSEKEEPING_SECONDS = 1.0
 SWEEP_NODES = 512  # index nodes per housekeeping: well under a millisecond
 RETRY_AFTER_SECONDS = 5.0
+MOST_QUIET_SECONDS = 30.0  # between two notices about the same trouble
 
 
 def fire_due(world: World) -> None:
@@ -141,7 +142,7 @@ def _housekeeping(world: World) -> None:
 
 
 def _watch_capacity(world: World, run: Run) -> None:
-    """Tell a run that waits with nothing to run on, once a second, since when."""
+    """Tell a run that waits with nothing to run on since when, and what its engines said: at once, then ever more rarely."""
     pools = {pool for (pool, _, _), backlog in run.backlogs.items() if backlog.count}
     missing = sorted(
         pool
@@ -157,5 +158,17 @@ def _watch_capacity(world: World, run: Run) -> None:
     if run.no_capacity_since is None:
         run.no_capacity_since = world.now
         world.record("warning", "no_capacity", run=run.run_id, pools=missing)
+        run.no_capacity_told_at = None
     since = world.now - run.no_capacity_since
-    world.notify(run, NoticeKind.NO_CAPACITY, f"no ready engine in pool {', '.join(missing)} for {since:.0f} s", since)
+    told = run.no_capacity_told_at
+    if told is not None and world.now < min(
+        told + MOST_QUIET_SECONDS, run.no_capacity_since + 2.0 * (told - run.no_capacity_since)
+    ):
+        return
+    run.no_capacity_told_at = world.now
+    errors = {
+        engine.last_error for engine in world.engines.values() if engine.facts.pool in missing and engine.last_error
+    }
+    why = f"; last error: {sorted(errors)[0]}" if errors else ""
+    message = f"no ready engine in pool {', '.join(missing)} for {since:.0f} s{why}"
+    world.notify(run, NoticeKind.NO_CAPACITY, message, since)

@@ -87,6 +87,7 @@ class ExecutorSettings:
     """`executor.*`"""
 
     timeout_seconds: float = 120.0  # without progress
+    lost_seconds: float = 5.0  # without progress on an engine that is lost: a stream that still flows is left alone
     max_attempts: int = 3
     breaker_faults: int = 3
     breaker_seconds: float = 5.0

@@ -57,6 +57,8 @@ def lose(world: World, event: LoseEngine) -> None:
         return
     engine.lost = True
     engine.last_error = event.message
+    for attempt in engine.attempts.values():
+        lifecycle.arm_timer(world, attempt.rollout)  # its patience is shorter now
     world.record("warning", "engine_lost", engine=event.engine_id, error=event.message, attempts=len(engine.attempts))
     world.dirty = True
 

@@ -94,7 +94,11 @@ def arm_timer(world: World, rollout: Rollout) -> None:
 
 
 def progress_timeout(world: World, rollout: Rollout) -> float:
-    return rollout.spec.progress_timeout_seconds or world.config.executor.timeout_seconds
+    """Seconds without a token before an attempt is given up; fewer on an engine that does not answer its health checks."""
+    settings = world.config.executor
+    patience = rollout.spec.progress_timeout_seconds or settings.timeout_seconds
+    lost = rollout.attempt is not None and rollout.attempt.engine.lost
+    return min(patience, settings.lost_seconds) if lost else patience
 
 
 def abort(world: World, rollout: Rollout, reason: AbortReason, why: str) -> None:

@@ -58,6 +58,7 @@ class Run:
         "lengths",
         "mix",
         "no_capacity_since",
+        "no_capacity_told_at",
         "paused",
         "phase",
         "queued_bytes",
@@ -107,6 +108,7 @@ class Run:
         self.kind_streak = 0  # > 0: short dispatches in a row, < 0: long ones
         self.short_seen_at: float | None = None
         self.no_capacity_since: float | None = None
+        self.no_capacity_told_at: float | None = None
         self.reserved_for: Entry | None = None  # too large for the budget's gaps: keep what frees up for it
         self.undelivered_bytes = 0
         self.undelivered_results = 0

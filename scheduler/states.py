@@ -136,12 +136,13 @@ OUTCOMES: dict[Outcome, OutcomeRow] = {
 
 
 class FaultKind(enum.IntEnum):
-    """Why an attempt failed: bad request, busy and broken are three different things (property P7)."""
+    """Why an attempt failed: bad request, busy, not reached and broken are different things (property P7)."""
 
     REFUSED = 0
     BUSY = 1
     BROKEN = 2
     SILENT = 3
+    UNREACHED = 4
 
 
 class AbortReason(enum.IntEnum):

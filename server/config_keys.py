@@ -54,6 +54,7 @@ _BOUNDS: Mapping[str, tuple[float, float, bool]] = {
     "budget.kv_watermark": (0, 1, True),
     "budget.growth_tokens": (1, _UNBOUNDED, False),
     "executor.timeout_seconds": (0, _UNBOUNDED, True),
+    "executor.lost_seconds": (0, _UNBOUNDED, True),
     "executor.max_attempts": (1, 100, False),
     "executor.breaker_faults": (1, _UNBOUNDED, False),
     "executor.breaker_seconds": (0, _UNBOUNDED, True),

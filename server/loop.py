@@ -43,6 +43,7 @@ FAILED_TICK_SECONDS = 1.0
 _FAULTS = {
     DoorFault.REFUSED: FaultKind.REFUSED,
     DoorFault.BUSY: FaultKind.BUSY,
+    DoorFault.UNREACHED: FaultKind.UNREACHED,
     DoorFault.BROKEN: FaultKind.BROKEN,
     DoorFault.SILENT: FaultKind.SILENT,
 }

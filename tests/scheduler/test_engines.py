@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from rolloutd.scheduler.actions import NoticeKind
 from rolloutd.scheduler.config import ExecutorSettings
 from rolloutd.scheduler.events import (
     DrainEngine,
@@ -329,21 +330,6 @@ def test_a_lost_engine_takes_nothing_and_a_load_report_brings_it_back() -> None:
     assert [one.rollout_id for one in bench.tick()] == ["a"]
 
 
-def test_a_run_without_a_ready_engine_is_told_since_when() -> None:
-    from rolloutd.scheduler.actions import NoticeKind
-
-    bench = Bench(engine())
-    bench.do(LoseEngine("e0", "gone"))
-    bench.submit(spec("a"))
-    bench.pass_time(10.0)
-    notices = bench.notices(NoticeKind.NO_CAPACITY)
-    assert 8 <= len(notices) <= 11 and "policy" in notices[-1].message
-    assert notices[-1].seconds >= 8.0 and [n.seconds for n in notices] == sorted(n.seconds for n in notices)
-    bench.do(load())
-    bench.pass_time(5.0)
-    assert len(bench.notices(NoticeKind.NO_CAPACITY)) == len(notices)
-
-
 # differing engines
 
 
@@ -423,3 +409,57 @@ def test_what_the_engine_says_it_had_cached_corrects_the_index() -> None:
         bench.finish(name)
     assert bench.result("first").predicted_cached_tokens == 639 and bench.result("first").cached_tokens in (0, 64)
     assert bench.core.engine_views()[0].cached_tokens == 64 + 639
+
+
+# not reached, and lost
+
+
+def test_an_engine_that_cannot_be_reached_costs_a_rollout_nothing_but_time() -> None:
+    bench = Bench(engine())
+    bench.run(spec("a"))
+    for _ in range(50):  # far more than max_attempts
+        while "a" not in bench.live:
+            bench.tick(1.0)
+        bench.fail("a", FaultKind.UNREACHED, message="connection refused")
+    assert bench.state("a") is RolloutState.QUEUED
+    assert bench.core.engine_views()[0].breaker_open
+    while "a" not in bench.live:
+        bench.tick(1.0)
+    bench.finish("a")
+    assert bench.outcome("a") is Outcome.COMPLETED
+
+
+def test_an_engine_that_cannot_be_reached_gives_its_work_to_another() -> None:
+    bench = Bench(*engines(2, slots=4))
+    first = bench.run(spec("a"))[0].engine_id
+    bench.fail("a", FaultKind.UNREACHED)
+    assert [dispatch.engine_id for dispatch in bench.tick()] == [{"e0": "e1", "e1": "e0"}[first]]
+
+
+def test_silent_work_on_a_lost_engine_moves_within_seconds_and_a_stream_that_flows_stays() -> None:
+    bench = Bench(*engines(2, slots=4))
+    bench.run(*specs("r", 2))
+    lost = bench.live["r0"].engine_id
+    other = next(rollout_id for rollout_id in bench.live if bench.live[rollout_id].engine_id != lost)
+    bench.do(LoseEngine(lost, "health check: no answer"))
+    silent = EXECUTOR.lost_seconds
+    for number in range(1, 4):
+        bench.pass_time(silent - 1.0)
+        bench.write("r0", 8 * number)
+        bench.write(other, 8 * number)
+    assert bench.state("r0") is RolloutState.RUNNING, "it still writes"
+    bench.pass_time(silent + 1.0)
+    assert bench.state("r0") is RolloutState.ABORTING
+    assert bench.state(other) is RolloutState.RUNNING, "its engine is well"
+    bench.pass_time(EXECUTOR.abort_seconds + 1.0)
+    assert bench.live["r0"].engine_id != lost
+
+
+def test_no_capacity_is_told_with_its_reason_and_ever_more_rarely() -> None:
+    bench = Bench(engine())
+    bench.do(LoseEngine("e0", "connection refused"))
+    bench.submit(spec("a"))
+    bench.pass_time(120.0)
+    told = bench.notices(NoticeKind.NO_CAPACITY)
+    assert 5 <= len(told) <= 12
+    assert "connection refused" in told[0].message
