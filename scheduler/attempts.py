@@ -204,7 +204,7 @@ def _grow_claim(world: World, attempt: Attempt) -> None:
         attempt.permit.grow(wanted - attempt.permit.kv_tokens)
         run = attempt.rollout.run
         if budgeting.kv_exceeded(run, attempt.engine):
-            budgeting.enforce(world, run)
+            budgeting.enforce(world, run, outgrown=True)
 
 
 def _learn_speed(world: World, attempt: Attempt, tokens: int) -> None:

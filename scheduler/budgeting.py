@@ -183,8 +183,8 @@ def _may_start(world: World, run: Run, pool: str, rollout_class: RolloutClass) -
 # enforcement -----------------------------------------------------------------------------------------------------------
 
 
-def enforce(world: World, run: Run) -> None:
-    """Interrupt work until what stays fits every ceiling of the run's budget."""
+def enforce(world: World, run: Run, *, outgrown: bool = False) -> None:
+    """Interrupt work until what stays fits every ceiling of the run's budget. `outgrown`: because running work grew."""
     budget = run.ledger.budget
     live = [
         attempt
@@ -213,6 +213,9 @@ def enforce(world: World, run: Run) -> None:
         for engine in {attempt.engine.engine_id: attempt.engine for attempt in victims}.values():
             here = [attempt for attempt in victims if attempt.engine is engine]
             _interrupt_over(world, here, None, engine_kv_limit(run, engine), f"memory ceiling on {engine.engine_id}")
+    if outgrown:
+        for attempt in live:
+            attempt.rollout.outgrown += attempt.rollout.state is RolloutState.ABORTING
 
 
 def _victim_order(attempt: Attempt) -> tuple[int, bool, bool, int]:

@@ -19,6 +19,7 @@ from rolloutd.scheduler.world import World
 
 SHORT_ROOM_TOKENS = 4096  # of an engine's KV tokens, not promised to long work: a few reward queries
 SHORT_ROOM_PART = 16  # and at most this part of them
+MOST_DOUBLINGS = 16  # of a claim: beyond any context
 LED_SECONDS = 2.0  # prefill takes a fraction of this, unless the engine is in trouble
 
 
@@ -34,7 +35,7 @@ def engine_gate(world: World, entry: Entry, engine: Engine) -> tuple[Gate, int]:
     if rollout.excluded and engine.engine_id in rollout.excluded and _another_serves(world, entry, rollout):
         return Gate.NO_ENGINE, 0
     settings = world.config.budget
-    claim = entry.claim_tokens(facts.page_tokens, settings.headroom_tokens)
+    claim = claim_tokens(world, entry, engine)
     if _kept_for_another(world, run.reserved_for, entry):
         return Gate.RESERVED_FOR_LARGE, claim
     gate = run.ledger.kv_gate(claim)
@@ -59,6 +60,25 @@ def engine_gate(world: World, entry: Entry, engine: Engine) -> tuple[Gate, int]:
     if _spoils_tail(world, entry, engine):
         return Gate.CRITICAL_TAIL, claim
     return Gate.OPEN, claim
+
+
+def claim_tokens(world: World, entry: Entry, engine: Engine) -> int:
+    """KV tokens to book for the entry's first member on this engine.
+
+    More than expected for one that had to leave because claims outgrew a ceiling: else two that do not fit together would
+    let each other start and interrupt each other for ever. Never more than the ceilings allow one alone.
+    """
+    settings = world.config.budget
+    page = engine.facts.page_tokens
+    claim = entry.claim_tokens(page, settings.headroom_tokens)
+    outgrown = entry.members[0].outgrown
+    if not outgrown:
+        return claim
+    wanted = entry.claim_tokens(page, settings.growth_tokens << min(outgrown, MOST_DOUBLINGS))
+    limits = [
+        one for one in (entry.run.ledger.budget.max_kv_tokens, budgeting.engine_kv_limit(entry.run, engine)) if one
+    ]
+    return max(claim, min([wanted, *(limit // page * page for limit in limits)]))
 
 
 def servers(world: World, entry: Entry) -> tuple[Engine, ...]:
@@ -166,7 +186,7 @@ def note_blocked(world: World, entry: Entry, gate: Gate) -> None:
         run = entry.run
         limit = run.ledger.budget.max_kv_tokens
         page = world.config.index.page_tokens
-        claim = entry.claim_tokens(page, world.config.budget.headroom_tokens)
+        claim = entry.claim_tokens(page, world.config.budget.headroom_tokens)  # the least it could start with
         waited = world.now - entry.blocked_since >= world.config.queue.large_reserve_seconds
         if waited and run.reserved_for is None and limit is not None and claim <= limit:
             run.reserved_for = entry

@@ -113,6 +113,7 @@ class Rollout:
         "last_batch_id",
         "max_new_tokens",
         "needed_by_step",
+        "outgrown",
         "pieces",
         "pieces_by",
         "predicted_cached_tokens",
@@ -174,6 +175,9 @@ class Rollout:
         self.attempts = 0
         self.faults = 0
         self.preemptions = 0
+        self.outgrown = (
+            0  # how often it left because claims had outgrown a KV ceiling: it claims twice as much each time
+        )
         self.yielded = 0  # of these, how often it was for other work
         self.excluded: set[str] = set()  # engines that failed this rollout
         self.pieces: list[Piece] = []

@@ -132,6 +132,9 @@ async def test_a_crash_and_a_restart_are_noticed(own_sim: SimServer, prompts: np
     with pytest.raises(EngineFault) as refused:
         await engine.ready()
     assert refused.value.kind is FaultKind.BROKEN
+    with pytest.raises(EngineFault) as unreached:
+        await engine.generate(greedy(ids(prompts, 20), 1), lambda _: None)
+    assert unreached.value.kind is FaultKind.UNREACHED, "it saw nothing of the attempt"
     own_sim.start()
     after = await engine.register()
     assert after.incarnation != before.incarnation

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rolloutd.scheduler.events import AttemptEnded, LoseEngine, PauseRun, ResumeRun, UpdateRollouts
 from rolloutd.scheduler.result import Piece
 from rolloutd.scheduler.spec import Quota, RolloutUpdate
@@ -221,3 +223,26 @@ def test_a_floor_does_not_wait_for_the_leader_of_critical_work() -> None:
     assert len(bench.tick()) == 1
     bench.submit(*specs("a", 4, BACKGROUND))
     assert sorted(one.rollout_id for one in bench.tick()) == ["a0", "a1"]
+
+
+def test_two_that_outgrow_a_kv_ceiling_together_take_turns_and_both_end() -> None:
+    """Either fits beside what the other claims at first; with its first token each made the other leave, for ever."""
+    settings = config(budget={"growth_tokens": 64, "headroom_tokens": 16})
+    bench = Bench(engine(slots=4, page_tokens=16, kv_capacity_tokens=1 << 20), settings=settings)
+    bench.budget(max_kv_tokens=160)
+    bench.submit(*(spec(f"r{index}", tokens=16, max_new_tokens=100) for index in range(2)))
+    written: Counter[str] = Counter()
+    for _ in range(100):
+        for attempt in bench.tick(0.1):
+            written[attempt.attempt_id] = 1
+            bench.write(attempt.rollout_id, 1)
+        for rollout_id, attempt in list(bench.live.items()):
+            if attempt.attempt_id in bench.aborted:
+                bench.stopped(rollout_id)  # with its first token, which is written again
+            elif len(bench.live) == 1 and written[attempt.attempt_id] > 4:
+                bench.finish(rollout_id, attempt.max_new_tokens, "length")
+            else:
+                written[attempt.attempt_id] += len(bench.live) == 1
+        if bench.ended == {"r0", "r1"}:
+            return
+    raise AssertionError(f"still there: {bench.live}")

@@ -1,0 +1,238 @@
+"""A load on the core alone: many runs with full queues, engines that finish whatever the driver picks.
+
+The queue is topped up to `queued` rollouts, in groups of `GROUP`; prompts are a head that many groups share and a tail of
+their own. A step ends some attempts at random (`free`), ticks, answers every dispatch with its first token, and acknowledges
+what was delivered. Interrupted attempts end in the step after the abort. Engines
+hold what the index believes.
+
+Invariants
+- Deterministic by seed; time advances by what ended, never by the clock of the machine.
+- Every call of `handle` goes through `Meter`, split by what it is for.
+
+What this module does not know: how the core decides.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import numpy as np
+
+from rolloutd.scheduler.actions import Abort, Action, Deliver, Dispatch, Finished, Rejected
+from rolloutd.scheduler.config import QueueSettings, SchedulerConfig
+from rolloutd.scheduler.events import (
+    AcknowledgeResults,
+    AttachConsumer,
+    AttemptEnded,
+    AttemptProgress,
+    ConfigureRun,
+    Event,
+    JoinEngine,
+    ReportStep,
+    SetBudget,
+    SubmitRollouts,
+    Tick,
+)
+from rolloutd.scheduler.machine import Scheduler
+from rolloutd.scheduler.result import Piece
+from rolloutd.scheduler.spec import (
+    TOKEN_BYTES,
+    Acknowledgement,
+    Budget,
+    EngineFacts,
+    Quota,
+    RolloutSpec,
+    RunSettings,
+    StepReport,
+)
+from rolloutd.scheduler.states import RolloutClass, TaskType, TrainerState
+
+_T = TypeVar("_T")
+GROUP = 8
+STRATA = 16
+HEAD_TOKENS, TAIL_TOKENS = 1024, 1024
+HEADS_PER_RUN = 50
+MAX_NEW_TOKENS = 1024
+OUTPUT_TOKENS = (64, 512)  # uniform
+VOCABULARY = 32_000
+KV_TOKENS_PER_SLOT = 8192
+SECONDS_PER_SLOT = 10.0  # how long an attempt lasts on average
+TIMED_SHARE = 0.3
+DEADLINE_SECONDS = 3_000.0
+CLASSES = ((RolloutClass.CRITICAL, 0.5), (RolloutClass.REUSABLE, 0.3), (RolloutClass.BACKGROUND, 0.2))
+TASKS = (
+    (TaskType.GENERATION, 0.85),
+    (TaskType.REWARD, 0.09),
+    (TaskType.STATE_QUERY, 0.03),
+    (TaskType.REPLAY, 0.03),
+)
+ACKNOWLEDGE_AT = 64  # results kept before they are acknowledged
+SUBMIT_AT = 32  # groups in one submission
+
+
+@dataclass(slots=True)
+class Meter:
+    """What `handle` cost: CPU seconds by purpose, and the wall seconds of every call."""
+
+    cpu_seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    calls: list[float] = field(default_factory=list)
+
+    def clear(self) -> None:
+        self.cpu_seconds.clear()
+        self.calls.clear()
+
+
+class CoreLoad:
+    """See the module. Sizes: rollouts queued over all runs, engines, slots of each."""
+
+    def __init__(self, queued: int, *, runs: int = 8, engines: int = 64, slots: int = 32, seed: int = 0) -> None:
+        self.meter = Meter()
+        self.now = 0.0
+        self.dispatched = 0
+        self.ended = 0
+        self.prompt_tokens = 0  # of results
+        self.hit_tokens = 0  # of these, what the index predicted at the first dispatch
+        self._random = random.Random(seed)
+        self._numbers = np.random.default_rng(seed)
+        queue = QueueSettings(queue_capacity=queued + GROUP, queue_capacity_bytes=1 << 40)
+        self.scheduler = Scheduler(SchedulerConfig(queue=queue), random.Random(seed), 0.0)
+        self._live: list[str] = []  # attempt ids
+        self._place: dict[str, int] = {}  # attempt id -> its place in `_live`
+        self._stopping: deque[str] = deque()
+        self._acknowledgements: defaultdict[str, list[Acknowledgement]] = defaultdict(list)
+        self._queued = 0
+        self._groups = 0
+        self._wanted = queued
+        self._slots = engines * slots
+        for number in range(engines):
+            facts = EngineFacts(
+                engine_id=f"engine-{number:02d}",
+                incarnation="1",
+                slots=slots,
+                kv_capacity_tokens=slots * KV_TOKENS_PER_SLOT,
+                page_tokens=16,
+            )
+            self._send("set up", JoinEngine(facts))
+        self._runs = [f"run-{number}" for number in range(runs)]
+        self._heads = {run: [self._tokens(HEAD_TOKENS) for _ in range(HEADS_PER_RUN)] for run in self._runs}
+        for number, run in enumerate(self._runs):
+            state = TrainerState.WAITING if number % 2 else TrainerState.TRAINING
+            self._send("set up", ConfigureRun(run, RunSettings()))
+            self._send("set up", AttachConsumer(run, "trainer"))
+            self._send("set up", ReportStep(run, StepReport(step=1, trainer_state=state)))
+            self._send("set up", SetBudget(run, self._budget(runs)))
+        self.top_up()
+        self.settle()
+
+    def top_up(self) -> None:
+        """Submit whole groups until the queue is full again."""
+        while self._queued + GROUP <= self._wanted:
+            room = (self._wanted - self._queued) // GROUP
+            run = self._random.choice(self._runs)
+            specs = tuple(self._group(run) for _ in range(min(room, SUBMIT_AT)))
+            self._send("submit", SubmitRollouts(run, "trainer", specs))
+
+    def settle(self) -> None:
+        """Tick until nothing more can be placed."""
+        while self.scheduler.wants_tick:
+            self._send("schedule", Tick())
+
+    def step(self, free: int) -> None:
+        """`free` attempts end, and the core fills what that frees."""
+        self.now += free * SECONDS_PER_SLOT / self._slots
+        while self._stopping:
+            self._end(self._stopping.popleft(), "abort")
+        for _ in range(min(free, len(self._live))):
+            self._end(self._live[self._random.randrange(len(self._live))], "stop")
+        self.settle()
+        if self._queued + GROUP * SUBMIT_AT <= self._wanted:
+            self.top_up()
+            self.settle()
+
+    def _end(self, attempt_id: str, reason: str) -> None:
+        place = self._place.pop(attempt_id, None)
+        if place is None:
+            return
+        last = self._live.pop()
+        if last != attempt_id:
+            self._live[place] = last
+            self._place[last] = place
+        tokens = self._tokens(self._random.randint(*OUTPUT_TOKENS))
+        piece = Piece(tokens, reason, logprob_bytes=bytes(len(tokens)), prompt_tokens=HEAD_TOKENS + TAIL_TOKENS)
+        self._send("end", AttemptEnded(attempt_id, piece))
+
+    def _send(self, purpose: str, event: Event) -> None:
+        cpu, wall = time.thread_time(), time.perf_counter()
+        actions = self.scheduler.handle(event, self.now)
+        self.meter.calls.append(time.perf_counter() - wall)
+        self.meter.cpu_seconds[purpose] += time.thread_time() - cpu
+        self._take(actions)
+
+    def _take(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Dispatch():
+                    self._queued -= 1
+                    self.dispatched += 1
+                    self._place[action.attempt_id] = len(self._live)
+                    self._live.append(action.attempt_id)
+                    prompt_tokens = len(action.token_bytes) // TOKEN_BYTES
+                    cached_tokens = self.scheduler._world.attempts[action.attempt_id].predicted_tokens
+                    self._send("first token", AttemptProgress(action.attempt_id, 1, prompt_tokens, cached_tokens))
+                case Abort():
+                    self._queued += 1  # it comes back
+                    self._stopping.append(action.attempt_id)
+                case Rejected():
+                    raise AssertionError(f"the load was rejected: {action}")
+                case Deliver(event=Finished()):
+                    self._note_result(action)
+                case _:
+                    pass
+
+    def _note_result(self, delivery: Deliver) -> None:
+        assert isinstance(delivery.event, Finished)
+        result = delivery.event.result
+        self.ended += 1
+        self.prompt_tokens += result.prompt_tokens
+        self.hit_tokens += result.predicted_cached_tokens
+        waiting = self._acknowledgements[delivery.run_id]
+        waiting.append(Acknowledgement(result.rollout_id, used=True))
+        if len(waiting) >= ACKNOWLEDGE_AT:
+            self._acknowledgements[delivery.run_id] = []
+            self._send("acknowledge", AcknowledgeResults(delivery.run_id, "trainer", tuple(waiting)))
+
+    def _group(self, run: str) -> RolloutSpec:
+        self._groups += 1
+        self._queued += GROUP
+        task = self._pick(TASKS)
+        return RolloutSpec(
+            rollout_id=f"group-{self._groups}",
+            token_bytes=self._random.choice(self._heads[run]) + self._tokens(TAIL_TOKENS),
+            samples=GROUP,
+            rollout_class=self._pick(CLASSES),
+            task_type=task,
+            stratum=f"stratum-{self._random.randrange(STRATA)}",
+            deadline_seconds=DEADLINE_SECONDS if self._random.random() < TIMED_SHARE else 0.0,
+            max_new_tokens=0 if task is TaskType.REPLAY else MAX_NEW_TOKENS,
+            logprobs=True,
+        )
+
+    def _budget(self, runs: int) -> Budget:
+        share = self._slots // runs
+        return Budget(
+            max_rollouts=2 * share,
+            max_kv_tokens=2 * share * KV_TOKENS_PER_SLOT,
+            classes={RolloutClass.BACKGROUND: Quota(share=0.3), RolloutClass.REUSABLE: Quota(floor_rollouts=2)},
+            tasks={TaskType.REWARD: Quota(floor_rollouts=1)},
+        )
+
+    def _tokens(self, count: int) -> bytes:
+        return self._numbers.integers(3, VOCABULARY, count, dtype=np.uint32).tobytes()
+
+    def _pick(self, shares: tuple[tuple[_T, float], ...]) -> _T:
+        return self._random.choices([one for one, _ in shares], [share for _, share in shares])[0]
