@@ -23,7 +23,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from rolloutd.scheduler.actions import Abort, Action, Deliver, Dispatch, Finished, Rejected
+from rolloutd.scheduler.actions import Abort, Action, Deliver, Dispatch, Finished
 from rolloutd.scheduler.config import QueueSettings, SchedulerConfig
 from rolloutd.scheduler.events import (
     AcknowledgeResults,
@@ -39,7 +39,7 @@ from rolloutd.scheduler.events import (
     Tick,
 )
 from rolloutd.scheduler.machine import Scheduler
-from rolloutd.scheduler.result import Piece
+from rolloutd.scheduler.result import Piece, RolloutResult
 from rolloutd.scheduler.spec import (
     TOKEN_BYTES,
     Acknowledgement,
@@ -57,8 +57,15 @@ GROUP = 8
 STRATA = 16
 HEAD_TOKENS, TAIL_TOKENS = 1024, 1024
 HEADS_PER_RUN = 50
-MAX_NEW_TOKENS = 1024
-OUTPUT_TOKENS = (64, 512)  # uniform
+SHORT_NEW_TOKENS = 16
+NEW_TOKENS = {
+    TaskType.GENERATION: 1024,
+    TaskType.REWARD: SHORT_NEW_TOKENS,
+    TaskType.STATE_QUERY: SHORT_NEW_TOKENS,
+    TaskType.REPLAY: 0,
+}
+OUTPUT_TOKENS = (64, 512)  # uniform; short work writes at most SHORT_NEW_TOKENS
+SHORT_SHARE = 0.3  # of ends are short work, while there is some: what runs of it is over soon
 VOCABULARY = 32_000
 KV_TOKENS_PER_SLOT = 8192
 SECONDS_PER_SLOT = 10.0  # how long an attempt lasts on average
@@ -104,7 +111,9 @@ class CoreLoad:
         self._live: list[str] = []  # attempt ids
         self._place: dict[str, int] = {}  # attempt id -> its place in `_live`
         self._stopping: deque[str] = deque()
+        self._short: deque[str] = deque()  # attempts of short work, oldest first: they end soon
         self._acknowledgements: defaultdict[str, list[Acknowledgement]] = defaultdict(list)
+        self._most: dict[str, int] = {}  # tokens an attempt may write
         self._queued = 0
         self._groups = 0
         self._wanted = queued
@@ -148,7 +157,10 @@ class CoreLoad:
         while self._stopping:
             self._end(self._stopping.popleft(), "abort")
         for _ in range(min(free, len(self._live))):
-            self._end(self._live[self._random.randrange(len(self._live))], "stop")
+            while self._short and self._short[0] not in self._place:
+                self._short.popleft()
+            brief = self._short and self._random.random() < SHORT_SHARE
+            self._end(self._short.popleft() if brief else self._random.choice(self._live), "stop")
         self.settle()
         if self._queued + GROUP * SUBMIT_AT <= self._wanted:
             self.top_up()
@@ -162,7 +174,8 @@ class CoreLoad:
         if last != attempt_id:
             self._live[place] = last
             self._place[last] = place
-        tokens = self._tokens(self._random.randint(*OUTPUT_TOKENS))
+        most = self._most.pop(attempt_id)
+        tokens = self._tokens(min(most, self._random.randint(*OUTPUT_TOKENS)))
         piece = Piece(tokens, reason, logprob_bytes=bytes(len(tokens)), prompt_tokens=HEAD_TOKENS + TAIL_TOKENS)
         self._send("end", AttemptEnded(attempt_id, piece))
 
@@ -181,30 +194,30 @@ class CoreLoad:
                     self.dispatched += 1
                     self._place[action.attempt_id] = len(self._live)
                     self._live.append(action.attempt_id)
+                    self._most[action.attempt_id] = action.max_new_tokens
+                    if action.max_new_tokens == SHORT_NEW_TOKENS:
+                        self._short.append(action.attempt_id)
                     prompt_tokens = len(action.token_bytes) // TOKEN_BYTES
                     cached_tokens = self.scheduler._world.attempts[action.attempt_id].predicted_tokens
                     self._send("first token", AttemptProgress(action.attempt_id, 1, prompt_tokens, cached_tokens))
                 case Abort():
                     self._queued += 1  # it comes back
                     self._stopping.append(action.attempt_id)
-                case Rejected():
-                    raise AssertionError(f"the load was rejected: {action}")
-                case Deliver(event=Finished()):
-                    self._note_result(action)
+                case Deliver():
+                    if isinstance(action.event, Finished):
+                        self._note_result(action.run_id, action.event.result)
                 case _:
                     pass
 
-    def _note_result(self, delivery: Deliver) -> None:
-        assert isinstance(delivery.event, Finished)
-        result = delivery.event.result
+    def _note_result(self, run: str, result: RolloutResult) -> None:
         self.ended += 1
         self.prompt_tokens += result.prompt_tokens
         self.hit_tokens += result.predicted_cached_tokens
-        waiting = self._acknowledgements[delivery.run_id]
+        waiting = self._acknowledgements[run]
         waiting.append(Acknowledgement(result.rollout_id, used=True))
         if len(waiting) >= ACKNOWLEDGE_AT:
-            self._acknowledgements[delivery.run_id] = []
-            self._send("acknowledge", AcknowledgeResults(delivery.run_id, "trainer", tuple(waiting)))
+            self._acknowledgements[run] = []
+            self._send("acknowledge", AcknowledgeResults(run, "trainer", tuple(waiting)))
 
     def _group(self, run: str) -> RolloutSpec:
         self._groups += 1
@@ -218,7 +231,7 @@ class CoreLoad:
             task_type=task,
             stratum=f"stratum-{self._random.randrange(STRATA)}",
             deadline_seconds=DEADLINE_SECONDS if self._random.random() < TIMED_SHARE else 0.0,
-            max_new_tokens=0 if task is TaskType.REPLAY else MAX_NEW_TOKENS,
+            max_new_tokens=NEW_TOKENS[task],
             logprobs=True,
         )
 

@@ -58,6 +58,7 @@ def _raise_limit(world: World, engine: Engine) -> None:
             engine.raise_seconds = FIRST_RAISE_SECONDS
     else:
         return
+    engine.note_room()
     world.dirty = True
 
 
@@ -73,6 +74,7 @@ def _recall(world: World, engine: Engine, since: float) -> None:
     if not waiting:
         return
     engine.limit = max(1, engine.slots_used - len(waiting))
+    engine.note_room()
     engine.raise_at = world.now + engine.raise_seconds
     engine.raise_seconds = min(2.0 * engine.raise_seconds, LAST_RAISE_SECONDS)
     for attempt in waiting:

@@ -17,14 +17,36 @@ def check(world: World) -> None:
     world.index.check()
     for engine in world.engines.values():
         _check_engine(engine)
+    _check_rooms(world)
+    for pool in {pool for run in world.runs.values() for pool in run.ready}:
+        waiting = {run.run_id for run in world.runs.values() if run.ready.get(pool)}
+        _same(f"{pool} waiting runs", {run.run_id for run in world.waiting.get(pool, ())}, waiting)
     for run in world.runs.values():
         _check_run(world, run)
     for attempt in world.attempts.values():
         _same("attempt of its rollout", attempt.rollout.attempt, attempt)
         _same("attempt on its engine", attempt.engine.attempts.get(attempt.attempt_id), attempt)
         assert not attempt.permit.released, f"live attempt {attempt.attempt_id} with a released permit"
+    aborting = {one for one, attempt in world.attempts.items() if attempt.rollout.state is RolloutState.ABORTING}
+    _same("aborting attempts", set(world.aborting), aborting)
+    yielding = {
+        one
+        for one, attempt in world.attempts.items()
+        if attempt.rollout.rollout_class is not RolloutClass.CRITICAL and attempt.permit.task_type not in SHORT_TASKS
+    }
+    _same("attempts that may yield", set(world.yielding), yielding - aborting)
     stems = sum(1 for attempt in world.attempts.values() if attempt.stems)
     assert stems or not len(world.computing), "prefixes are marked as being computed although nobody computes"
+
+
+def _check_rooms(world: World) -> None:
+    for pool, room in world.rooms.items():
+        members = {engine.cache_key: engine for engine in world.engines.values() if engine.facts.pool == pool}
+        _same(f"{pool} members", room.members, members)
+        free = {engine.engine_id for engine in members.values() if engine.facts.slots > engine.slots_used}
+        _same(f"{pool} free", {engine.engine_id for engine in room.free}, free)
+        long = {one.engine_id for one in members.values() if one.free_slots(False, room.reserved_short) > 0}
+        _same(f"{pool} long", {engine.engine_id for engine in room.long}, long)
 
 
 def _check_engine(engine: Engine) -> None:
@@ -82,6 +104,9 @@ def _check_entries(run: Run) -> None:
         for rollout in entry.members:
             _same(f"{rollout.rollout_id} entry", rollout.entry, entry)
             _same(f"{rollout.rollout_id} class", rollout.rollout_class, entry.rollout_class)
+    for pool, ready in run.ready.items():
+        derived = {(cls, short): one for (its, cls, short), one in run.backlogs.items() if its == pool and one.ready}
+        _same(f"{run.run_id} ready in {pool}", ready, derived)
     for (pool, rollout_class, short), backlog in run.backlogs.items():
         mine = [
             entry

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rolloutd.scheduler.entry import Entry
     from rolloutd.scheduler.events import EngineLoad
     from rolloutd.scheduler.rollout import Attempt
+    from rolloutd.scheduler.room import Room
     from rolloutd.scheduler.timers import Timer
 
 MIB = 1 << 20
@@ -33,6 +34,7 @@ class Engine:
         "attempts",
         "breaker_until",
         "busy_until",
+        "cache_key",
         "cached_tokens",
         "critical_used",
         "decode_seconds_per_token",
@@ -64,6 +66,7 @@ class Engine:
         "removed",
         "reported_rollouts",
         "reserved_for",
+        "room",
         "short_used",
         "slots_used",
         "tokens_per_second",
@@ -72,6 +75,9 @@ class Engine:
 
     def __init__(self, facts: EngineFacts) -> None:
         self.facts = facts
+        # Its name in the prefix index: its cache lives as long as its process.
+        self.cache_key = f"{facts.engine_id}/{facts.incarnation}"
+        self.room: Room | None = None  # of its pool, while it is a member
         self.attempts: dict[str, Attempt] = {}
         self.slots_used = 0
         self.short_used = 0
@@ -114,10 +120,10 @@ class Engine:
     def engine_id(self) -> str:
         return self.facts.engine_id
 
-    @property
-    def cache_key(self) -> str:
-        """The engine's name in the prefix index: its cache lives as long as its process."""
-        return f"{self.facts.engine_id}/{self.facts.incarnation}"
+    def note_room(self) -> None:
+        """Call after slots, their use or the limit changed."""
+        if self.room is not None:
+            self.room.note(self)
 
     def state(self, now: float) -> str:
         if self.lost:

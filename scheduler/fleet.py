@@ -24,17 +24,23 @@ def join(world: World, event: JoinEngine) -> Refusal | None:
     if refusal is not None:
         return refusal
     old = world.engines.get(facts.engine_id)
+    world.fleet_mark += 1
+    if old is not None and old.room is not None:
+        old.room.leave(old)
+    world.leaving.pop(facts.engine_id, None)
     if old is not None and old.facts.incarnation == facts.incarnation:
         old.most_slots = max(facts.slots, old.slots_used)
         old.facts = facts
         old.lost = False
         old.ready = True
         old.draining = old.removed = False
+        world.room(facts.pool).join(old)
     else:
         if old is not None:
             _bury(world, old, "the engine restarted")
         engine = Engine(facts)
         world.engines[facts.engine_id] = engine
+        world.room(facts.pool).join(engine)
         world.index.add_engine(engine.cache_key, max(1, facts.page_tokens), _cache_cap(world, facts))
     world.record(
         "info",
@@ -46,7 +52,6 @@ def join(world: World, event: JoinEngine) -> Refusal | None:
     )
     for run in world.runs.values():
         budgeting.enforce(world, run)
-    world.fleet_mark += 1
     world.dirty = True
     return None
 
@@ -57,6 +62,7 @@ def lose(world: World, event: LoseEngine) -> None:
         return
     engine.lost = True
     engine.last_error = event.message
+    world.fleet_mark += 1
     for attempt in engine.attempts.values():
         lifecycle.arm_timer(world, attempt.rollout)  # its patience is shorter now
     world.record("warning", "engine_lost", engine=event.engine_id, error=event.message, attempts=len(engine.attempts))
@@ -78,12 +84,14 @@ def load(world: World, event: EngineLoad) -> None:
     admission.note_load(world, engine, event)
     if engine.lost:
         engine.lost = False
+        world.fleet_mark += 1
         world.dirty = True
 
 
 def drain(world: World, engine: Engine) -> None:
     """Nothing new goes there; what runs, runs on."""
     engine.draining = True
+    world.fleet_mark += 1
     world.record("info", "engine_draining", engine=engine.engine_id, attempts=len(engine.attempts))
 
 
@@ -91,6 +99,7 @@ def remove(world: World, engine: Engine) -> None:
     """Interrupt what runs there (its tokens are kept) and forget the engine when the last attempt has ended."""
     engine.draining = engine.removed = True
     world.fleet_mark += 1
+    world.leaving[engine.engine_id] = engine
     for attempt in list(engine.attempts.values()):
         if attempt.rollout.state is not RolloutState.ABORTING:
             lifecycle.abort(world, attempt.rollout, AbortReason.BUDGET, f"engine {engine.engine_id} was removed")
@@ -99,10 +108,16 @@ def remove(world: World, engine: Engine) -> None:
 
 
 def forget_removed(world: World) -> None:
-    for engine in [engine for engine in world.engines.values() if engine.removed and not engine.attempts]:
+    """Of the engines that were removed, those whose last attempt has ended."""
+    if not world.leaving:
+        return
+    for engine in [engine for engine in world.leaving.values() if not engine.attempts]:
         world.timers.cancel(engine.wake_timer)
         _drop_cache(world, engine)
+        if engine.room is not None:
+            engine.room.leave(engine)
         del world.engines[engine.engine_id]
+        del world.leaving[engine.engine_id]
         world.fleet_mark += 1
         world.record("info", "engine_removed", engine=engine.engine_id)
 

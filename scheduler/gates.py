@@ -28,7 +28,7 @@ def engine_gate(world: World, entry: Entry, engine: Engine) -> tuple[Gate, int]:
     run = entry.run
     facts = engine.facts
     rollout = entry.members[0]
-    if engine not in servers(world, entry):
+    if not could_serve(world, entry, engine):
         return Gate.NO_ENGINE, 0
     if not (entry.short or entry.brief) and engine.free_slots(False, world.config.queue.reserved_short_slots) <= 0:
         return Gate.SHORT_RESERVED, 0
@@ -85,15 +85,17 @@ def servers(world: World, entry: Entry) -> tuple[Engine, ...]:
     """The engines that could run the entry's first member when they are empty; looked up again when engines changed."""
     mark = (world.fleet_mark, entry.members[0].remaining_tokens)
     if entry.servers_mark != mark:
-        entry.servers = tuple(engine for engine in world.engines.values() if _could_serve(world, entry, engine))
+        entry.servers = tuple(engine for engine in world.engines.values() if could_serve(world, entry, engine))
         entry.servers_mark = mark
     return entry.servers
 
 
-def _could_serve(world: World, entry: Entry, engine: Engine) -> bool:
+def could_serve(world: World, entry: Entry, engine: Engine) -> bool:
     """Whether this engine, when empty, could run the entry's first member to its end."""
     facts = engine.facts
-    if not world.serves(engine, entry.run, entry.pool, entry.labels):
+    if (entry.labels or facts.run_id or facts.pool != entry.pool or engine.removed) and not world.serves(
+        engine, entry.run, entry.pool, entry.labels
+    ):
         return False
     if entry.text is not None:
         return True  # its length is a guess before the engine tokenised it; the engine refuses what is too long

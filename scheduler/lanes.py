@@ -10,7 +10,7 @@ Invariants
 - Every entry here is in exactly one lane or held; `count` is the number of entries, `ready` those in lanes.
 - Stale items never outnumber live ones by more than a constant, so memory is bounded by what is queued.
 - Keys with and without a deadline are not comparable and never share a lane, nor a ranking of lanes.
-- A lane without entries is forgotten when it is looked at.
+- A lane without entries is forgotten when lanes are ranked.
 
 What this module does not know: how keys and bonuses are made, engines, budgets. `lanes_naive.py` is the twin it is tested
 against.
@@ -21,7 +21,7 @@ from __future__ import annotations
 import heapq
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from rolloutd.scheduler.entry import Entry
@@ -29,7 +29,9 @@ from rolloutd.scheduler.states import Gate, TaskType
 
 FRONT = 8  # sorted items kept before the heap
 HEADS_PER_LANE = 3
-LANES_LOOKED_AT = 8  # with a deadline, and as many without
+LANES_LOOKED_AT = 4  # with a deadline, and as many without
+RANK_LOOKS = 8  # looks between two rankings of the lanes
+ENGINES_LOOKED_AT = 4  # whose affinity heaps one look goes into
 HEADS_PER_ENGINE = 2
 MAX_AFFINE_ENGINES = 4  # engines whose affinity heap one entry enters
 COMPACT_MINIMUM = 64
@@ -59,22 +61,26 @@ def _live(item: Item) -> bool:
 class Lane:
     """Entries of one kind in key order, ties by the given tie-break."""
 
-    __slots__ = ("_front", "_heap", "_stale")
+    __slots__ = ("_front", "_heap", "_stale", "key")
 
-    def __init__(self) -> None:
+    def __init__(self, key: LaneKey | None = None) -> None:
+        self.key = key  # None: an affinity heap, which has all kinds
         self._front: list[Item] = []
         self._heap: list[Item] = []
         self._stale = 0
 
-    def push(self, item: Item) -> None:
-        if not self._heap or (self._front and item < self._front[-1]):
-            insort(self._front, item)
-            if len(self._front) > 2 * FRONT:
-                for moved in self._front[FRONT:]:
+    def push(self, item: Item) -> bool:
+        """Take an item in; true when it is the first now."""
+        front = self._front
+        if not self._heap or (front and item < front[-1]):
+            insort(front, item)
+            if len(front) > 2 * FRONT:
+                for moved in front[FRONT:]:
                     heapq.heappush(self._heap, moved)
-                del self._front[FRONT:]
-        else:
-            heapq.heappush(self._heap, item)
+                del front[FRONT:]
+            return front[0] is item
+        heapq.heappush(self._heap, item)
+        return not front
 
     def note_stale(self) -> None:
         """One of the items here stopped being live."""
@@ -84,6 +90,22 @@ class Lane:
             self._heap = [item for item in self._heap if _live(item)]
             heapq.heapify(self._heap)
             self._stale = 0
+
+    def first(self) -> Item | None:
+        """The first live item; stale ones before it are dropped."""
+        front = self._front
+        stale = 0
+        for item in front:
+            if item[3].sequence == item[2]:
+                break
+            stale += 1
+        if stale:
+            del front[:stale]
+            self._stale -= stale
+        if front:
+            return front[0]
+        heads = self.heads(1)
+        return self._front[0] if heads else None
 
     def heads(self, count: int) -> list[Entry]:
         """The first `count` live entries (fewer where there are fewer), in order; nothing is removed."""
@@ -100,11 +122,34 @@ class Lane:
 
 
 class Backlog:
-    __slots__ = ("_affine", "_arrivals", "_lanes", "brief", "count", "evaluations", "held", "ready", "tasks")
+    __slots__ = (
+        "_affine",
+        "_arrivals",
+        "_lanes",
+        "_looks_left",
+        "_note_ready",
+        "_top",
+        "_top_tasks",
+        "_touched",
+        "_turn",
+        "brief",
+        "count",
+        "evaluations",
+        "held",
+        "ready",
+        "tasks",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, note_ready: Callable[[Backlog], None] | None = None) -> None:
+        """note_ready: called when `ready` leaves 0 and when it becomes 0."""
+        self._note_ready = note_ready
         self._lanes: dict[LaneKey, Lane] = {}
         self._affine: dict[str, Lane] = {}
+        self._top: list[Lane] = []  # the lanes that ranked best when they were last ranked
+        self._top_tasks: frozenset[TaskType] = frozenset()  # for these
+        self._touched: dict[Lane, None] = {}  # lanes whose first entry is a newer one
+        self._looks_left = 0  # until they are ranked again
+        self._turn = 0
         self._arrivals: deque[Entry] = deque()
         self.count = 0
         self.ready = 0
@@ -130,10 +175,17 @@ class Backlog:
         entry.sequence = sequence
         entry.held_gate = Gate.OPEN
         self.ready += 1
-        self._lane(entry).push((entry.static_key, tie, sequence, entry))
+        if self.ready == 1 and self._note_ready is not None:
+            self._note_ready(self)
+        lane = self._lane(entry)
+        if lane.push((entry.static_key, tie, sequence, entry)):
+            self._touched[lane] = None
         best = sorted(bonuses, key=lambda bonus: -bonus[1])[:MAX_AFFINE_ENGINES]
         for engine, bonus in best:
-            self._affine.setdefault(engine, Lane()).push((entry.static_key - bonus, tie, sequence, entry))
+            affine = self._affine.get(engine)
+            if affine is None:
+                affine = self._affine[engine] = Lane()
+            affine.push((entry.static_key - bonus, tie, sequence, entry))
         entry.affine = tuple(engine for engine, _ in best)
 
     def hold(self, entry: Entry, sequence: int, gate: Gate) -> None:
@@ -160,20 +212,28 @@ class Backlog:
 
     def candidates(
         self,
-        engines: Iterable[str],
+        engines: Sequence[str],
         lane_bonus: Callable[[str], float],
-        tasks: Container[TaskType],
+        tasks: frozenset[TaskType],
         heads_per_lane: int = HEADS_PER_LANE,
     ) -> list[Entry]:
         """A bounded set of entries worth scoring: lane heads, heads of the engines' affinity heaps, and the oldest.
 
         engines: cache keys of engines with room. lane_bonus: what a stratum's moving terms are worth now. tasks: task
-        types that may start now; entries of others are left out.
+        types that may start now; entries of others are left out. Lanes are ranked anew every `RANK_LOOKS` looks; in
+        between, a lane with a new first entry is looked at beside those that ranked best.
         """
         found: dict[int, Entry] = {}
-        for entry in self._lane_heads(lane_bonus, tasks, heads_per_lane):
-            found[entry.sequence] = entry
-        for engine in engines:
+        lanes = self._ranked(lane_bonus, tasks) if heads_per_lane <= HEADS_PER_LANE else self._of(tasks)
+        for lane in lanes:
+            if heads_per_lane == 1:
+                item = lane.first()
+                if item is not None:
+                    found[item[2]] = item[3]
+            else:
+                for entry in lane.heads(heads_per_lane):
+                    found[entry.sequence] = entry
+        for engine in self._some(engines):
             affine = self._affine.get(engine)
             if affine is None:
                 continue
@@ -188,26 +248,49 @@ class Backlog:
             found[oldest.sequence] = oldest
         return list(found.values())
 
-    def _lane_heads(
-        self, lane_bonus: Callable[[str], float], tasks: Container[TaskType], heads_per_lane: int
-    ) -> Iterable[Entry]:
-        ranked: tuple[list[tuple[float, int, list[Entry]]], ...] = ([], [])  # without and with a deadline
+    def _of(self, tasks: frozenset[TaskType]) -> list[Lane]:
+        """All lanes of these tasks: for a look behind what may not start."""
+        return [lane for key, lane in self._lanes.items() if key.task_type in tasks]
+
+    def _ranked(self, lane_bonus: Callable[[str], float], tasks: frozenset[TaskType]) -> list[Lane]:
+        """The best lanes without and with a deadline."""
+        self._looks_left -= 1
+        if self._looks_left < 0 or tasks != self._top_tasks or len(self._touched) > LANES_LOOKED_AT:
+            self._rank(lane_bonus, tasks)
+        elif self._touched:
+            top = {id(lane) for lane in self._top}
+            return self._top + [one for one in self._touched if id(one) not in top and one.key.task_type in tasks]  # type: ignore[union-attr]
+        return self._top
+
+    def _rank(self, lane_bonus: Callable[[str], float], tasks: frozenset[TaskType]) -> None:
+        ranked: tuple[list[tuple[float, int, Lane]], ...] = ([], [])  # without and with a deadline
+        bonuses: dict[str, float] = {}
         empty = []
         for key, lane in self._lanes.items():
             if key.task_type not in tasks:
                 continue
-            heads = lane.heads(heads_per_lane)
-            if heads:
-                ranked[key.timed].append((heads[0].static_key - lane_bonus(key.stratum), heads[0].sequence, heads))
-            else:
+            item = lane.first()
+            if item is None:
                 empty.append(key)
+                continue
+            bonus = bonuses.get(key.stratum)
+            if bonus is None:
+                bonus = bonuses[key.stratum] = lane_bonus(key.stratum)
+            ranked[key.timed].append((item[0] - bonus, item[2], lane))
         for key in empty:
             del self._lanes[key]
-        for of_a_kind in ranked:
-            if len(of_a_kind) > LANES_LOOKED_AT:
-                of_a_kind = heapq.nsmallest(LANES_LOOKED_AT, of_a_kind)
-            for _, _, heads in of_a_kind:
-                yield from heads
+        self._top = [lane for of_a_kind in ranked for _, _, lane in sorted(of_a_kind)[:LANES_LOOKED_AT]]
+        self._top_tasks = tasks
+        self._touched.clear()
+        self._looks_left = RANK_LOOKS - 1
+
+    def _some(self, engines: Sequence[str]) -> Sequence[str]:
+        """All of them, or a few, others at each look: of many with room it does not matter which is filled first."""
+        count = len(engines)
+        if count <= ENGINES_LOOKED_AT:
+            return engines
+        self._turn = (self._turn + ENGINES_LOOKED_AT) % count
+        return [engines[(self._turn + step) % count] for step in range(ENGINES_LOOKED_AT)]
 
     def oldest(self) -> Entry | None:
         """The entry that arrived first among those still here (held or not)."""
@@ -217,6 +300,18 @@ class Backlog:
         if len(arrivals) > COMPACT_MINIMUM and len(arrivals) > 2 * self.count:
             self._arrivals = arrivals = deque(entry for entry in arrivals if entry.backlog is self)
         return arrivals[0] if arrivals else None
+
+    def ready_members(self, most: int) -> int:
+        """Rollouts of entries that may be dispatched, counted up to about `most`."""
+        count = 0
+        seen: set[Entry] = set()
+        for entry in self._arrivals:
+            if count >= most:
+                break
+            if entry.backlog is self and not entry.held and entry not in seen:
+                seen.add(entry)
+                count += len(entry.members)
+        return count
 
     def entries(self) -> list[Entry]:
         """All entries, in order of arrival (for checks and views)."""
@@ -228,6 +323,8 @@ class Backlog:
             self.held -= 1
         elif self._in_lane(entry):
             self.ready -= 1
+            if not self.ready and self._note_ready is not None:
+                self._note_ready(self)
             lane = self._lanes.get(lane_key(entry))
             if lane is not None:
                 lane.note_stale()
@@ -241,4 +338,8 @@ class Backlog:
         return entry.sequence > 0
 
     def _lane(self, entry: Entry) -> Lane:
-        return self._lanes.setdefault(lane_key(entry), Lane())
+        key = lane_key(entry)
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = Lane(key)
+        return lane

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 
 from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.lanes import HEADS_PER_ENGINE, HEADS_PER_LANE, LANES_LOOKED_AT, MAX_AFFINE_ENGINES, lane_key
@@ -39,7 +39,7 @@ class NaiveBacklog:
         self,
         engines: Iterable[str],
         lane_bonus: Callable[[str], float],
-        tasks: Container[TaskType],
+        tasks: frozenset[TaskType],
         heads_per_lane: int = HEADS_PER_LANE,
     ) -> list[Entry]:
         ready = sorted((one for one in self._arrived if id(one) in self._keys), key=lambda one: self._keys[id(one)])
@@ -52,7 +52,8 @@ class NaiveBacklog:
             ]
             heads = [lane[:heads_per_lane] for lane in lanes if lane]
             heads.sort(key=lambda lane: (lane[0].static_key - lane_bonus(lane[0].stratum), lane[0].sequence))
-            found += [one for lane in heads[:LANES_LOOKED_AT] for one in lane]
+            most = LANES_LOOKED_AT if heads_per_lane <= HEADS_PER_LANE else len(heads)
+            found += [one for lane in heads[:most] for one in lane]
         for engine in engines:
             held_there = [one for one in ready if engine in self._bonuses[id(one)]]
             held_there.sort(key=lambda one: (one.static_key - self._bonuses[id(one)][engine], *self._keys[id(one)][1:]))

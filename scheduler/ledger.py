@@ -63,14 +63,23 @@ class Ledger:
         limit = self.budget.max_rollouts
         return slots if limit is None else min(slots, limit)
 
+    @property
+    def has_floors(self) -> bool:
+        """Whether the budget has any quota that could be a floor."""
+        return bool(self.budget.classes or self.budget.tasks)
+
     def class_owed(self, rollout_class: RolloutClass) -> int:
         """Rollouts that this class is below its floor and could run."""
-        floor = self.budget.classes.get(rollout_class, NO_QUOTA).floor_rollouts
-        return max(0, min(floor - self.class_running[rollout_class], self.class_queued[rollout_class]))
+        quota = self.budget.classes.get(rollout_class)
+        if quota is None:
+            return 0
+        return max(0, min(quota.floor_rollouts - self.class_running[rollout_class], self.class_queued[rollout_class]))
 
     def task_owed(self, task_type: TaskType) -> int:
-        floor = self.budget.tasks.get(task_type, NO_QUOTA).floor_rollouts
-        return max(0, min(floor - self.task_running[task_type], self.task_queued[task_type]))
+        quota = self.budget.tasks.get(task_type)
+        if quota is None:
+            return 0
+        return max(0, min(quota.floor_rollouts - self.task_running[task_type], self.task_queued[task_type]))
 
     def class_open(self, rollout_class: RolloutClass) -> bool:
         """Whether the class is below its own ceiling."""

@@ -118,6 +118,7 @@ def abort(world: World, rollout: Rollout, reason: AbortReason, why: str) -> None
     rollout.move(RolloutState.ABORTING, world.now, why)
     attempt.abort_reason = reason
     attempt.aborted_at = world.now
+    world.note_attempt(attempt)
     world.emit(Abort(attempt.attempt_id, attempt.engine.engine_id, reason))
     arm_timer(world, rollout)
 
@@ -157,6 +158,7 @@ def change_class(world: World, rollout: Rollout, rollout_class: RolloutClass, wh
         rollout.rollout_class = rollout_class
         if rollout.attempt is not None:
             rollout.attempt.permit.change_class(rollout_class)
+            world.note_attempt(rollout.attempt)
     note_step(world, rollout)
     world.dirty = True
 
@@ -195,7 +197,7 @@ def close_attempt(world: World, attempt: Attempt, piece: Piece | None) -> None:
     now = world.now
     attempt.permit.release()
     attempt.engine.promises.release(attempt.promise)
-    del world.attempts[attempt.attempt_id]
+    world.forget_attempt(attempt)
     attempt.engine.attempts.pop(attempt.attempt_id, None)
     rollout.attempt = None
     rollout.run.lengths.note_stopped(rollout.prompt_hash, rollout.kind, rollout.rollout_id)

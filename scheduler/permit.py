@@ -69,4 +69,6 @@ class Permit:
             engine.short_used += slots
         elif self.rollout_class is RolloutClass.CRITICAL:
             engine.critical_used += slots
+        if slots and engine.room is not None:
+            engine.room.note(engine)
         self.ledger.book(self.rollout_class, self.task_type, slots, kv_tokens)

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 from rolloutd.scheduler import budgeting, gates, preemption, queueing, turns
 from rolloutd.scheduler.actions import Dispatch
+from rolloutd.scheduler.considered import Considered, Row
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.lanes import HEADS_PER_LANE
@@ -24,31 +25,78 @@ from rolloutd.scheduler.lifecycle import arm_timer
 from rolloutd.scheduler.permit import Permit
 from rolloutd.scheduler.promises import Promise
 from rolloutd.scheduler.rollout import Attempt
+from rolloutd.scheduler.room import Room
 from rolloutd.scheduler.run import Run
-from rolloutd.scheduler.scoring import ENGINE_TERMS, ENTRY_TERMS, TERMS, Facts, clamp, diversity, weighted
+from rolloutd.scheduler.scoring import ENGINE_TERMS, ENTRY_TERMS, Facts, clamp, diversity
 from rolloutd.scheduler.spec import TOKEN_BYTES
 from rolloutd.scheduler.states import SHORT_TASKS, Gate, RolloutClass, RolloutState, TaskType
-from rolloutd.scheduler.views import Candidate, DecisionKind
+from rolloutd.scheduler.views import DecisionKind
 from rolloutd.scheduler.world import World
 
-MAX_ENGINES_PER_ENTRY = 4  # engines with a hit that are scored for one entry, beside the emptiest
+MAX_ENGINES_SCORED = 5  # for one entry; of more with room, `MAX_HOLDING_SCORED` with a hit and the emptiest
+MAX_HOLDING_SCORED = 2
 DEEP_HEADS_PER_LANE = 32  # entries looked at where the first ones wait for an engine or a prefix of their own
-CANDIDATES_TOLD = 4  # engines a decision tells about
+PROBES = 16  # engines with room drawn at random, of which the emptiest is scored
+SHORT_KINDS = tuple(sorted(SHORT_TASKS))
+LONG_KINDS = tuple(one for one in TaskType if one not in SHORT_TASKS)
 CHEAP_PREFILL = 0.05  # dearness never falls below this: among equals a cached prefix is still better than none
 
 
-class _Choice:
-    """The best pair so far."""
+class _Look:
+    """One turn's look for a pair: what is the same for all its entries, and the best pair so far."""
 
-    __slots__ = ("claim", "considered", "engine", "entry", "score", "tie")
+    __slots__ = (
+        "by_key",
+        "claim",
+        "common_tokens",
+        "emptiest",
+        "engine",
+        "engine_terms",
+        "entry",
+        "entry_terms",
+        "facts",
+        "score",
+        "tie",
+        "told",
+        "_random",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, world: World, turn: turns.Turn, roomy: list[Engine]) -> None:
+        run = turn.run
+        weights = queueing.weights_of(world, run)
+        self.entry_terms = [(term.sign * weights[term.weight], term.score) for term in ENTRY_TERMS]
+        self.engine_terms = [(term.sign * weights[term.weight], term.score) for term in ENGINE_TERMS]
+        self.facts = queueing.turn_facts(world, run, turn.rollout_class, turn.pool)
+        self.by_key: dict[str, Engine] = {}  # of many engines: by their name in the index
+        if len(roomy) > MAX_ENGINES_SCORED:
+            self.by_key = {engine.cache_key: engine for engine in roomy}
+        self.emptiest: list[Engine] = []
         self.score = -1e9
-        self.tie = 0.0
+        self.tie: float | None = None  # drawn when a second pair has the same score
+        self.common_tokens = 0
         self.entry: Entry | None = None
         self.engine: Engine | None = None
         self.claim = 0
-        self.considered: list[tuple[float, Engine, int]] = []  # (score, engine, claim) of the entry's engines
+        self.told: list[Row] = []  # engines scored for the entry that is best so far
+        self._random = world.rng
+
+    def holding(self, hits: dict[str, int]) -> list[Engine]:
+        """Of the engines with room, those with the longest hits."""
+        by_key = self.by_key
+        held = [(-hit, by_key[key].fill(), key) for key, hit in hits.items() if key in by_key]
+        held.sort()
+        return [by_key[key] for _, _, key in held[:MAX_HOLDING_SCORED]]
+
+    def emptiest_first(self, roomy: list[Engine]) -> list[Engine]:
+        """Engines with room: `PROBES` of them drawn at random, emptiest first, then the others."""
+        if not self.emptiest:
+            start = self._random.randrange(len(roomy))
+            drawn = roomy[start : start + PROBES] + roomy[: max(0, start + PROBES - len(roomy))]
+            drawn.sort(key=Engine.fill)
+            self.emptiest = (
+                drawn + [engine for engine in roomy if engine not in drawn] if len(roomy) > PROBES else drawn
+            )
+        return self.emptiest
 
 
 def schedule(world: World) -> None:
@@ -59,26 +107,29 @@ def schedule(world: World) -> None:
     batch_id = world.batches + 1
     made = 0
     for run in world.runs.values():
-        budgeting.note_stalled(world, run)
-    for pool in sorted({engine.facts.pool for engine in world.engines.values()}):
-        made += _fill(world, pool, batch_id, world.config.queue.max_batch_size - made)
+        if run.ledger.has_floors:
+            budgeting.note_stalled(world, run)
+    for pool in sorted(world.rooms):
+        if world.waiting.get(pool):
+            made += _fill(world, pool, batch_id, world.config.queue.max_batch_size - made)
     if made:
         world.batches = batch_id
 
 
 def _fill(world: World, pool: str, batch_id: int, limit: int) -> int:
+    room = world.rooms[pool]
     blocked: set[tuple[str, RolloutClass, bool]] = set()
     per_run: dict[str, int] = {}
     made = 0
     kept = False
-    while True:
-        turn = turns.next_turn(world, pool, blocked)
+    while room.free:
+        turn = turns.next_turn(world, pool, blocked, bool(room.long))
         if turn is None:
             if made and kept:
                 world.dirty = (
                     True  # what was dispatched may have ended a reason to keep room that stopped others before
                 )
-            return made
+            break
         if made >= limit:
             world.dirty = True
             return made
@@ -87,16 +138,45 @@ def _fill(world: World, pool: str, batch_id: int, limit: int) -> int:
             world.dirty = True  # the next pass goes on; COLD_START wants small batches and quick results
             gate = Gate.BATCH_LIMIT
         else:
-            gate = _place(world, turn, pool, batch_id)
+            gate = _place(world, turn, room, batch_id)
         if gate is Gate.OPEN:
             made += 1
             per_run[run.run_id] = per_run.get(run.run_id, 0) + 1
-            if budgeting.note_stalled(world, run):
+            if run.ledger.has_floors and budgeting.note_stalled(world, run):
                 world.dirty = True  # room that was kept is free now, for work that this pass has passed by
         else:
             kept = kept or gate is Gate.RESERVED_FOR_LARGE
             world.gates[gate] += 1
             blocked.add((run.run_id, turn.rollout_class, turn.short))
+    if not room.long and world.waiting.get(pool):
+        world.gates[_full_gate(world, room)] += 1
+        if preemption.may_help(world, pool):
+            _make_room(world, pool, blocked)
+    return made
+
+
+def _full_gate(world: World, room: Room) -> Gate:
+    """Why a pool takes no long work: no engine is open, none has a slot, or those left are for short work."""
+    if not any(engine.is_open(world.now) for engine in room.members.values()):
+        return Gate.NO_ENGINE
+    return Gate.SHORT_RESERVED if room.free else Gate.ENGINE_SLOTS
+
+
+def _make_room(world: World, pool: str, blocked: set[tuple[str, RolloutClass, bool]]) -> None:
+    """For critical work that had no turn because nothing is free: what keeps it, and whether interrupting others helps."""
+    for run in list(world.waiting.get(pool, ())):
+        for (rollout_class, short), backlog in list(run.ready.get(pool, {}).items()):
+            if rollout_class is not RolloutClass.CRITICAL or (run.run_id, rollout_class, short) in blocked:
+                continue
+            turn = turns.Turn(run, pool, rollout_class, short, backlog)
+            gate = budgeting.run_gate(world, run, rollout_class)
+            if gate is Gate.OPEN:
+                tasks, gate = _startable_tasks(world, turn)
+                if tasks:
+                    gate = _no_room(world, turn, world.rooms[pool])
+            world.gates[gate] += 1
+            preemption.make_room(world, turn, gate)
+    preemption.note_fruitless(world, pool)
 
 
 def batch_limit(world: World, run: Run) -> int:
@@ -105,7 +185,7 @@ def batch_limit(world: World, run: Run) -> int:
     return max(1, min(world.config.queue.max_batch_size, round(limit)))
 
 
-def _place(world: World, turn: turns.Turn, pool: str, batch_id: int) -> Gate:
+def _place(world: World, turn: turns.Turn, room: Room, batch_id: int) -> Gate:
     """Dispatch the best pair of this turn; returns OPEN, or the gate that kept everything waiting."""
     run = turn.run
     gate = budgeting.run_gate(world, run, turn.rollout_class)
@@ -113,68 +193,86 @@ def _place(world: World, turn: turns.Turn, pool: str, batch_id: int) -> Gate:
         return gate
     tasks, closed = _startable_tasks(world, turn)
     if tasks:
-        roomy, none = _roomy_engines(world, turn, pool)
+        roomy, none = _roomy_engines(world, turn, room)
         if not roomy:
             closed = none
         else:
-            choice, closed = _choose(world, turn, roomy, tasks, closed)
-            if choice is not None:
-                _dispatch(world, choice, batch_id)
+            look, closed = _choose(world, turn, roomy, tasks, closed)
+            if look is not None:
+                _dispatch(world, look, batch_id)
                 return Gate.OPEN
     preemption.make_room(world, turn, closed)
     return closed
 
 
-def _startable_tasks(world: World, turn: turns.Turn) -> tuple[set[TaskType], Gate]:
+def _startable_tasks(world: World, turn: turns.Turn) -> tuple[frozenset[TaskType], Gate]:
     """Task types of this turn that the budget lets start, and the gate of one that it does not."""
     run = turn.run
+    ledger = run.ledger
     slots = world.run_slots(run)
-    tasks: set[TaskType] = set()
+    tasks = []
     closed = Gate.ENGINE_SLOTS
-    for task_type in TaskType:
-        if (task_type in SHORT_TASKS) is turn.short and run.ledger.task_queued[task_type]:
-            gate = run.ledger.gate(turn.rollout_class, task_type, slots)
+    for task_type in SHORT_KINDS if turn.short else LONG_KINDS:
+        if ledger.task_queued[task_type]:
+            gate = ledger.gate(turn.rollout_class, task_type, slots)
             if gate is Gate.OPEN:
-                tasks.add(task_type)
+                tasks.append(task_type)
             else:
                 closed = gate
-    return tasks, closed
+    return frozenset(tasks), closed
 
 
-def _roomy_engines(world: World, turn: turns.Turn, pool: str) -> tuple[list[Engine], Gate]:
+def _roomy_engines(world: World, turn: turns.Turn, room: Room) -> tuple[list[Engine], Gate]:
     """Open engines with a slot for this turn's kind of work, and why there is none."""
-    engines = [
-        engine
-        for engine in world.engines.values()
-        if engine.is_open(world.now) and world.serves(engine, turn.run, pool, {})
-    ]
-    if not engines:
-        return [], Gate.NO_ENGINE
+    now = world.now
+    run_id = turn.run.run_id
     keep_short = gates.reserved_short(world)
     if not turn.short and not turn.backlog.brief:
-        keep_short = world.config.queue.reserved_short_slots
-    roomy = [engine for engine in engines if engine.free_slots(turn.short, keep_short) > 0]
+        keep_short = room.reserved_short
+    if turn.short:
+        having = room.free
+    elif keep_short == room.reserved_short:
+        having = room.long
+    else:
+        having = {engine: None for engine in room.free if engine.free_slots(False, keep_short) > 0}
+    roomy = [
+        engine
+        for engine in having
+        if engine.is_open(now) and not engine.removed and engine.facts.run_id in ("", run_id)
+    ]
     if not roomy:
-        spare = any(engine.free_slots(True, 0) > 0 for engine in engines)
-        return [], Gate.SHORT_RESERVED if spare else Gate.ENGINE_SLOTS
+        return [], _no_room(world, turn, room)
     waits_for_critical = turn.run.led and not turn.short and turn.rollout_class is not RolloutClass.CRITICAL
     if waits_for_critical and not turns.owed(turn.run, turn):
         free = sum(engine.free_slots(False, keep_short) for engine in roomy)
-        if free <= gates.led_members(world, turn.run, pool):
+        if free <= gates.led_members(world, turn.run, turn.pool):
             return [], Gate.HELD_FOR_LEADER
     return roomy, Gate.ENGINE_SLOTS
 
 
+def _no_room(world: World, turn: turns.Turn, room: Room) -> Gate:
+    """Why no engine has a slot for this turn."""
+    usable = [
+        engine
+        for engine in room.members.values()
+        if engine.is_open(world.now) and not engine.removed and engine.facts.run_id in ("", turn.run.run_id)
+    ]
+    if not usable:
+        return Gate.NO_ENGINE
+    return Gate.SHORT_RESERVED if any(engine in room.free for engine in usable) else Gate.ENGINE_SLOTS
+
+
 def _choose(
-    world: World, turn: turns.Turn, roomy: list[Engine], tasks: set[TaskType], closed: Gate
-) -> tuple[_Choice | None, Gate]:
+    world: World, turn: turns.Turn, roomy: list[Engine], tasks: frozenset[TaskType], closed: Gate
+) -> tuple[_Look | None, Gate]:
     """The best pair of a bounded number of entries and engines; None and the last closed gate where nothing may start."""
-    weights = queueing.weights_of(world, turn.run)
-    choice = _Choice()
+    look = _Look(world, turn, roomy)
     seen: set[int] = set()
-    run = turn.run
-    owed = set() if run.ledger.class_owed(turn.rollout_class) else {one for one in tasks if run.ledger.task_owed(one)}
-    for entries in _looks(turn, roomy, weights["diversity"], tasks, owed):
+    ledger = turn.run.ledger
+    owed: frozenset[TaskType] = frozenset()
+    if ledger.has_floors and not ledger.class_owed(turn.rollout_class):
+        owed = frozenset(one for one in tasks if ledger.task_owed(one))
+    for entries in _looks(turn, roomy, look, tasks, owed):
         deeper = turn.overdue or bool(owed)  # what was seen may not start for reasons of its own: look behind it
         for entry in entries:
             if entry.sequence in seen:
@@ -184,20 +282,20 @@ def _choose(
                 gate = Gate.HELD_FOR_PREFIX
                 world.decide(DecisionKind.HELD, entry.members[0], "its prefix is being computed", gate=gate)
             else:
-                gate = _score_entry(world, entry, roomy, weights, choice)
+                gate = _score_entry(world, entry, roomy, look)
             if gate is not Gate.OPEN:
                 closed = gate
                 deeper = deeper or gate in (Gate.HELD_FOR_PREFIX, Gate.NO_ENGINE)
                 gates.note_blocked(world, entry, gate)
-        if choice.entry is not None:
-            return choice, Gate.OPEN
+        if look.entry is not None:
+            return look, Gate.OPEN
         if not deeper and len(seen) >= HEADS_PER_LANE:
             break
     return None, closed
 
 
 def _looks(
-    turn: turns.Turn, roomy: list[Engine], weight: float, tasks: set[TaskType], owed: set[TaskType]
+    turn: turns.Turn, roomy: list[Engine], look: _Look, tasks: frozenset[TaskType], owed: frozenset[TaskType]
 ) -> Iterator[list[Entry]]:
     """Entries to score, one look after the other.
 
@@ -206,13 +304,16 @@ def _looks(
     """
     mix = turn.run.mix
     backlog = turn.backlog
+    weight = next(weight for weight, score in look.entry_terms if score is diversity.score)
 
     def lane_bonus(stratum: str) -> float:
         return weight * diversity.missing(mix.target_share(stratum), mix.dispatched_share(stratum))
 
     keys = [engine.cache_key for engine in roomy]
-    keepers = [turn.run.reserved_for, *(engine.reserved_for for engine in roomy)]
-    kept = [one for one in keepers if one is not None and one.backlog is backlog and not one.held]
+    keepers = [engine.reserved_for for engine in roomy if engine.reserved_for is not None]
+    if turn.run.reserved_for is not None:
+        keepers.append(turn.run.reserved_for)
+    kept = [one for one in keepers if one.backlog is backlog and not one.held]
     if kept:
         yield [one for one in kept if one.task_type in tasks]
     if owed:
@@ -224,85 +325,95 @@ def _looks(
         yield backlog.candidates(keys, lane_bonus, tasks, heads)
 
 
-def _score_entry(world: World, entry: Entry, roomy: list[Engine], weights: dict[str, float], choice: _Choice) -> Gate:
+def _score_entry(world: World, entry: Entry, roomy: list[Engine], look: _Look) -> Gate:
     """Score one entry on the engines worth looking at; returns OPEN when at least one would take it."""
-    closed = Gate.NO_ENGINE
-    open_to: list[tuple[Engine, int]] = []
-    for engine in roomy:
-        gate, claim = gates.engine_gate(world, entry, engine)
-        if gate is Gate.OPEN:
-            open_to.append((engine, claim))
-        elif gate is not Gate.NO_ENGINE or closed is Gate.NO_ENGINE:
-            closed = gate
+    queueing.refresh_hits(world, entry)
+    open_to, closed = _open_engines(world, entry, roomy, look)
     if not open_to:
         return closed
-    queueing.refresh_hits(world, entry)
-    facts = queueing.entry_facts(world, entry)
-    fixed = weighted(ENTRY_TERMS, facts, weights)
+    facts = look.facts
+    queueing.fill_facts(world, entry, facts)
+    fixed = 0.0
+    for weight, term in look.entry_terms:
+        fixed += weight * clamp(term(facts))
     hits = entry.hits
-    facts.common_tokens = _common_hit(world, entry) if hits else 0
-    considered: list[tuple[float, Engine, int]] = []
-    for engine, claim in _worth_scoring(world, open_to, hits):
-        _fill_facts(facts, entry, engine, claim)
-        score = fixed + weighted(ENGINE_TERMS, facts, weights)
-        tie = world.rng.random()
-        if (score, tie) > (choice.score, choice.tie):
-            choice.score, choice.tie = score, tie
-            choice.entry, choice.engine, choice.claim = entry, engine, claim
-            choice.considered = considered
-        considered.append((score, engine, claim))
+    facts.common_tokens = _common_hit(world, entry, hits) if hits else 0
+    considered: list[Row] = []
+    random = world.rng.random
+    for engine, claim in open_to:
+        fill_engine_facts(facts, entry, engine, claim)
+        score = fixed
+        for weight, term in look.engine_terms:
+            score += weight * clamp(term(facts))
+        considered.append(
+            Row(engine.engine_id, score, facts.hit_tokens, facts.dearness, facts.slots_fill, facts.kv_fill)
+        )
+        if score > look.score:
+            look.tie = None
+        elif score == look.score:
+            tie = random()
+            look.tie = random() if look.tie is None else look.tie
+            if tie <= look.tie:
+                continue
+            look.tie = tie
+        else:
+            continue
+        look.score = score
+        look.entry, look.engine, look.claim = entry, engine, claim
+        look.common_tokens = facts.common_tokens
+        look.told = considered
     return Gate.OPEN
 
 
-def _fill_facts(facts: Facts, entry: Entry, engine: Engine, claim: int) -> None:
+def _open_engines(
+    world: World, entry: Entry, roomy: list[Engine], look: _Look
+) -> tuple[list[tuple[Engine, int]], Gate]:
+    """Engines worth scoring that would take the entry, with the KV tokens to book; or the gate that is closed everywhere.
+
+    All of a few. Of many: those with the longest hits, and the first one open of the others, emptiest first.
+    """
+    closed = Gate.NO_ENGINE
+    open_to: list[tuple[Engine, int]] = []
+    holding = look.holding(entry.hits) if look.by_key else []
+    others = look.emptiest_first(roomy) if look.by_key else roomy
+    for asked, until_first in ((holding, False), (others, bool(look.by_key))):
+        for engine in asked:
+            if until_first and engine in holding:
+                continue
+            gate, claim = gates.engine_gate(world, entry, engine)
+            if gate is Gate.OPEN:
+                open_to.append((engine, claim))
+                if until_first:
+                    break
+            elif gate is not Gate.NO_ENGINE or closed is Gate.NO_ENGINE:
+                closed = gate
+    return open_to, closed
+
+
+def _common_hit(world: World, entry: Entry, hits: dict[str, int]) -> int:
+    """Tokens of the prompt that every live engine of the pool has: they favour nobody."""
+    fewest = -1
+    engines = 0
+    for engine in world.rooms[entry.pool].members.values():
+        if engine.lost or engine.draining:
+            continue
+        hit = hits.get(engine.cache_key, 0)
+        if not gates.could_serve(world, entry, engine):
+            continue
+        if not hit:
+            return 0
+        engines += 1
+        fewest = hit if fewest < 0 else min(fewest, hit)
+    return fewest if engines > 1 else 0
+
+
+def fill_engine_facts(facts: Facts, entry: Entry, engine: Engine, claim: int) -> None:
     """The engine side of the facts, as if the entry's first member were placed there."""
     facts.hit_tokens = entry.hits.get(engine.cache_key, 0)
     facts.dearness = dearness(entry, engine)
     facts.slots_fill = (engine.slots_used + 1) / engine.facts.slots
     capacity = engine.facts.kv_capacity_tokens
     facts.kv_fill = (engine.kv_claimed_tokens + claim) / capacity if capacity else 0.0
-
-
-def _candidates(world: World, choice: _Choice, entry: Entry) -> tuple[Candidate, ...]:
-    """What a decision tells of the engines considered for the entry that was chosen: the best few."""
-    facts = queueing.entry_facts(world, entry)
-    facts.common_tokens = _common_hit(world, entry) if entry.hits else 0
-    told = []
-    for score, engine, claim in sorted(choice.considered, key=lambda one: -one[0])[:CANDIDATES_TOLD]:
-        _fill_facts(facts, entry, engine, claim)
-        terms = {term.name: round(clamp(term.score(facts)), 4) for term in TERMS}
-        told.append(Candidate(engine.engine_id, facts.hit_tokens, terms, round(score, 5)))
-    return tuple(told)
-
-
-def _worth_scoring(world: World, open_to: list[tuple[Engine, int]], hits: dict[str, int]) -> list[tuple[Engine, int]]:
-    """The engines with the longest hits, and the emptiest ones (all that tie, one drawn at random)."""
-    if len(open_to) <= MAX_ENGINES_PER_ENTRY + 1:
-        return open_to
-    emptiest = min(engine.fill() for engine, _ in open_to)
-    empty = [pair for pair in open_to if pair[0].fill() <= emptiest]
-    chosen = [empty[world.rng.randrange(len(empty))]]
-    if hits:
-        held = [pair for pair in open_to if hits.get(pair[0].cache_key) and pair is not chosen[0]]
-        held.sort(key=lambda pair: (-hits[pair[0].cache_key], pair[0].fill()))
-        chosen.extend(held[:MAX_ENGINES_PER_ENTRY])
-    return chosen
-
-
-def _common_hit(world: World, entry: Entry) -> int:
-    """Tokens of the prompt that every live engine of the pool has: they favour nobody."""
-    hits = entry.hits
-    fewest = -1
-    engines = 0
-    for engine in gates.servers(world, entry):
-        if engine.lost or engine.draining:
-            continue
-        engines += 1
-        hit = hits.get(engine.cache_key, 0)
-        if not hit:
-            return 0
-        fewest = hit if fewest < 0 else min(fewest, hit)
-    return fewest if engines > 1 else 0
 
 
 def dearness(entry: Entry, engine: Engine) -> float:
@@ -318,19 +429,20 @@ def dearness(entry: Entry, engine: Engine) -> float:
     return min(1.0, max(CHEAP_PREFILL, prefill / decode)) if decode > 0.0 else 1.0
 
 
-def _dispatch(world: World, choice: _Choice, batch_id: int) -> None:
+def _dispatch(world: World, look: _Look, batch_id: int) -> None:
     """Book the permit and send the entry's first member."""
-    entry, engine = choice.entry, choice.engine
+    entry, engine = look.entry, look.engine
     if entry is None or engine is None:
         raise AssertionError("nothing was chosen")
-    candidates = _candidates(world, choice, entry)
+    queueing.fill_facts(world, entry, look.facts)
+    look.facts.common_tokens = look.common_tokens
     run = entry.run
     rollout = entry.members[0]
     expected = entry.expected_tokens
     predicted = min(entry.hits.get(engine.cache_key, 0), most_cacheable(entry.prompt_tokens, engine.facts.page_tokens))
     token_bytes, text = entry.token_bytes, entry.text
     queueing.take(world, rollout)
-    permit = Permit(engine, run.ledger, run.run_id, rollout.rollout_class, rollout.task_type, choice.claim)
+    permit = Permit(engine, run.ledger, run.run_id, rollout.rollout_class, rollout.task_type, look.claim)
     rollout.queued_seconds += world.now - rollout.queued_at
     rollout.attempts += 1
     rollout.last_batch_id = batch_id
@@ -348,6 +460,7 @@ def _dispatch(world: World, choice: _Choice, batch_id: int) -> None:
     queueing.release_reservations(world, entry)
     entry.blocked_since = None
     rollout.move(RolloutState.DISPATCHED, world.now, f"to {engine.engine_id} in batch {batch_id}")
+    world.note_attempt(attempt)
     arm_timer(world, rollout)
     attempt.charged_tokens = expected + entry.prompt_tokens - predicted
     turns.charge(run, entry.pool, attempt.charged_tokens, entry.short)
@@ -366,7 +479,7 @@ def _dispatch(world: World, choice: _Choice, batch_id: int) -> None:
         f"{entry.rollout_class.name}, waited {world.now - rollout.submitted_at:.3f} s",
         batch_id=batch_id,
         engine_id=engine.engine_id,
-        candidates=candidates,
+        considered=Considered(look.facts, look.told),
     )
     spec = rollout.spec
     sampling = dict(spec.sampling)

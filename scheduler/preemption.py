@@ -1,7 +1,8 @@
 """Room for critical work that cannot be placed: interrupt BACKGROUND, then REUSABLE, within guards.
 
 Guards: a minimum run time, a maximum of preemptions per rollout, a cool-down between rounds of one pool, floors of the
-victims' classes, task types and runs, `on_preempt: NEVER`, and never the work of the current step. EVALUATION with a
+victims' classes, task types and runs, `on_preempt: NEVER`, and never the work of the current step nor short work, which ends
+by itself before an abort would be worth it. EVALUATION with a
 deadline preempts at once, without cool-down and minimum run time.
 
 Invariants
@@ -20,12 +21,23 @@ from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.ledger import NO_QUOTA
 from rolloutd.scheduler.rollout import Attempt
 from rolloutd.scheduler.run import Run
-from rolloutd.scheduler.states import AbortReason, Gate, OnPreempt, Origin, RolloutClass, RolloutState, TaskType
+from rolloutd.scheduler.states import (
+    AbortReason,
+    Gate,
+    OnPreempt,
+    Origin,
+    RolloutClass,
+    TaskType,
+)
 from rolloutd.scheduler.turns import Turn
 from rolloutd.scheduler.views import DecisionKind
 from rolloutd.scheduler.world import World
 
 FloorKey = tuple[str, str, int]  # run id, kind of floor, class or task type
+
+FRUITLESS_SHARE = (
+    0.5  # of the cool-down passes before those who wait are looked at again when nobody could be interrupted
+)
 
 CURABLE = frozenset(
     {
@@ -40,32 +52,45 @@ CURABLE = frozenset(
 )
 
 
+def may_help(world: World, pool: str) -> bool:
+    """Whether interrupting anything is worth thinking about now: a cheap look before a dear one."""
+    if not world.config.preempt.enabled or not world.yielding:
+        return False
+    if _cool(world, pool):
+        return True
+    return any(backlog.evaluations for run in world.waiting.get(pool, ()) for backlog in run.ready[pool].values())
+
+
 def make_room(world: World, turn: Turn, gate: Gate) -> None:
     """Called when nothing of a turn could be placed because of `gate`."""
-    settings = world.config.preempt
-    if not settings.enabled or turn.rollout_class is not RolloutClass.CRITICAL or gate not in CURABLE:
+    if turn.rollout_class is not RolloutClass.CRITICAL or gate not in CURABLE or not may_help(world, turn.pool):
         return
-    oldest = turn.backlog.oldest()
-    if oldest is None or not any(sum(other.ledger.class_running[1:]) for other in world.runs.values()):
-        return
-    pool = oldest.pool
-    cool = world.now - world.last_preemption.get(pool, -1e9) >= settings.cool_down_seconds
+    cool = _cool(world, turn.pool)
     evaluations = _evaluations(turn) if turn.backlog.evaluations else 0
-    if not cool and not evaluations:
+    oldest = turn.backlog.oldest()
+    if oldest is None or not (cool or evaluations):
         return
-    leaving = sum(
-        1
-        for attempt in world.attempts.values()
-        if attempt.engine.facts.pool == pool and attempt.rollout.state is RolloutState.ABORTING
-    )
+    leaving = sum(attempt.engine.facts.pool == turn.pool for attempt in world.aborting.values())
     taken = 0
     if cool:
-        ready = [entry for entry in turn.backlog.entries() if not entry.held]
-        waiting = sum(len(entry.members) for entry in ready)
-        taken = _interrupt(world, turn.run, oldest, gate, waiting - leaving, settings.min_run_seconds)
+        waiting = turn.backlog.ready_members(len(world.yielding) + leaving)
+        taken = _interrupt(world, turn.run, oldest, gate, waiting - leaving, world.config.preempt.min_run_seconds)
     taken += _interrupt(world, turn.run, oldest, gate, evaluations - leaving - taken, 0.0)
     if taken:
-        world.last_preemption[pool] = world.now
+        world.last_preemption[turn.pool] = world.now
+
+
+def note_fruitless(world: World, pool: str) -> None:
+    """Nobody could be interrupted for anyone who waits: that will hardly be different in the next moment."""
+    if _cool(world, pool):
+        world.fruitless_at[pool] = world.now
+
+
+def _cool(world: World, pool: str) -> bool:
+    seconds = world.config.preempt.cool_down_seconds
+    if world.now - world.fruitless_at.get(pool, -1e9) < FRUITLESS_SHARE * seconds:
+        return False
+    return world.now - world.last_preemption.get(pool, -1e9) >= seconds
 
 
 def _evaluations(turn: Turn) -> int:
@@ -85,18 +110,13 @@ def _interrupt(world: World, run: Run, waiting: Entry, gate: Gate, wanted: int, 
     victims = _victims(world, run, waiting.pool, gate, min_run_seconds)
     if not victims:
         return 0
-    staying: Counter[FloorKey] = Counter()
-    for attempt in world.attempts.values():
-        if attempt.rollout.state is not RolloutState.ABORTING:
-            staying.update(_floors(attempt, run).keys())
+    spare = _Spare(world, run)
     taken = 0
     for attempt in victims:
         if taken >= wanted:
             break
-        floors = _floors(attempt, run)
-        if any(staying[key] <= floor for key, floor in floors.items()):
+        if not spare.take(attempt):
             continue
-        staying.subtract(dict.fromkeys(floors, 1))
         taken += 1
         world.preempted_total += 1
         first = waiting.members[0].rollout_id
@@ -111,16 +131,45 @@ def _interrupt(world: World, run: Run, waiting: Entry, gate: Gate, wanted: int, 
     return taken
 
 
-def _floors(attempt: Attempt, waiting: Run) -> dict[FloorKey, int]:
-    """The floors this attempt helps to fill: of its class, its task type and, for another run than the waiting one, its run."""
-    run = attempt.rollout.run
-    budget = run.ledger.budget
-    permit = attempt.permit
-    return {
-        (run.run_id, "class", permit.rollout_class): budget.classes.get(permit.rollout_class, NO_QUOTA).floor_rollouts,
-        (run.run_id, "task", permit.task_type): budget.tasks.get(permit.task_type, NO_QUOTA).floor_rollouts,
-        (run.run_id, "run", 0): 0 if run is waiting else run.settings.floor_rollouts,
-    }
+class _Spare:
+    """How many of each class, task type and run may go before a floor is reached; what is on its way out does not count."""
+
+    def __init__(self, world: World, waiting: Run) -> None:
+        self._waiting = waiting
+        self._left: dict[FloorKey, int] = {}
+        self._leaving: Counter[FloorKey] = Counter()
+        for attempt in world.aborting.values():
+            self._leaving.update(key for key, _, _ in self._floors(attempt))
+
+    def take(self, attempt: Attempt) -> bool:
+        """Take one if all its floors allow it."""
+        floors = self._floors(attempt)
+        for key, floor, running in floors:
+            if self._left.setdefault(key, running - self._leaving[key] - floor) <= 0:
+                return False
+        for key, _, _ in floors:
+            self._left[key] -= 1
+        return True
+
+    def _floors(self, attempt: Attempt) -> list[tuple[FloorKey, int, int]]:
+        """(key, floor, running) of the floors this attempt helps to fill: of its class, its task type, and for another run
+        than the waiting one its run. Only floors that are set.
+        """
+        run = attempt.rollout.run
+        ledger = run.ledger
+        permit = attempt.permit
+        of_class = ledger.budget.classes.get(permit.rollout_class, NO_QUOTA).floor_rollouts
+        of_task = ledger.budget.tasks.get(permit.task_type, NO_QUOTA).floor_rollouts
+        of_run = 0 if run is self._waiting else run.settings.floor_rollouts
+        floors: list[tuple[FloorKey, int, int]] = []
+        if of_class:
+            running = ledger.class_running[permit.rollout_class]
+            floors.append(((run.run_id, "class", permit.rollout_class), of_class, running))
+        if of_task:
+            floors.append(((run.run_id, "task", permit.task_type), of_task, ledger.task_running[permit.task_type]))
+        if of_run:
+            floors.append(((run.run_id, "run", 0), of_run, ledger.running))
+        return floors
 
 
 def _victims(world: World, run: Run, pool: str, gate: Gate, min_run_seconds: float) -> list[Attempt]:
@@ -128,20 +177,17 @@ def _victims(world: World, run: Run, pool: str, gate: Gate, min_run_seconds: flo
     settings = world.config.preempt
     own_only = gate in (Gate.CEILING_ROLLOUTS, Gate.CEILING_KV, Gate.ENGINE_KV_CEILING)
     found = []
-    for attempt in world.attempts.values():
+    for attempt in world.yielding.values():
         rollout = attempt.rollout
         if (
-            rollout.rollout_class is RolloutClass.CRITICAL
-            or rollout.state is RolloutState.ABORTING
-            or rollout.on_preempt is OnPreempt.NEVER
+            rollout.on_preempt is OnPreempt.NEVER
             or rollout.yielded >= settings.max_per_rollout
             or world.now - attempt.dispatched_at < min_run_seconds
+            or (own_only and rollout.run is not run)
             or not _reachable(world, attempt.engine, run, pool)
         ):
             continue
         if rollout.needed_by_step is not None and rollout.needed_by_step <= rollout.run.step:
-            continue
-        if own_only and rollout.run is not run:
             continue
         found.append(attempt)
     found.sort(key=lambda attempt: (-attempt.rollout.rollout_class, attempt.generated_tokens, attempt.attempt_id))

@@ -9,6 +9,8 @@ What this module does not know: engines' room and what is chosen.
 
 from __future__ import annotations
 
+from functools import partial
+
 from rolloutd.scheduler import computing, turns
 from rolloutd.scheduler.entry import BRIEF_TOKENS, Entry, EntryKey
 from rolloutd.scheduler.lanes import Backlog
@@ -50,7 +52,7 @@ def put(world: World, rollout: Rollout) -> None:
         run.entries[key] = entry
         if not run.waits_in(spec.pool):
             turns.rejoin(world, run, spec.pool)
-        _backlog(run, spec.pool, rollout.rollout_class, entry.short).add(entry)
+        _backlog(world, run, spec.pool, rollout.rollout_class, entry.short).add(entry)
         entry.members.append(rollout)
         order(world, entry)
     else:
@@ -60,6 +62,8 @@ def put(world: World, rollout: Rollout) -> None:
     run.queued_bytes[rollout.rollout_class] += entry.size_bytes
     if entry.short:
         run.short_seen_at = world.now
+    if entry.rollout_class is RolloutClass.CRITICAL:
+        world.fruitless_at.pop(entry.pool, None)
     world.dirty = True
 
 
@@ -208,27 +212,38 @@ def expect(entry: Entry) -> None:
 
 def entry_facts(world: World, entry: Entry) -> Facts:
     """The entry side of the score's facts, as of now."""
-    run = entry.run
+    facts = turn_facts(world, entry.run, entry.rollout_class, entry.pool)
+    fill_facts(world, entry, facts)
+    return facts
+
+
+def turn_facts(world: World, run: Run, rollout_class: RolloutClass, pool: str) -> Facts:
+    """Facts with what is the same for all entries of one class and pool; `fill_facts` adds those of one entry."""
     facts = Facts()
-    facts.rollout_class = entry.rollout_class
+    facts.rollout_class = rollout_class
+    facts.aging_seconds = world.config.queue.aging_seconds
+    facts.token_seconds = pool_token_seconds(world, run, pool)
+    return facts
+
+
+def fill_facts(world: World, entry: Entry, facts: Facts) -> None:
+    run = entry.run
     facts.prompt_tokens = entry.prompt_tokens
     facts.expected_tokens = entry.expected_tokens
     facts.longest_tokens = entry.longest_tokens
-    facts.expected_seconds = entry.expected_tokens * pool_token_seconds(world, run, entry.pool)
+    facts.expected_seconds = entry.expected_tokens * facts.token_seconds
     facts.waited_seconds = world.now - entry.queued_at
-    facts.aging_seconds = world.config.queue.aging_seconds
     facts.slack_seconds = None if entry.deadline_at is None else entry.deadline_at - world.now - facts.expected_seconds
     step = entry.members[0].needed_by_step
     facts.steps_away = None if step is None else step - run.step
     facts.stratum_share = run.mix.dispatched_share(entry.stratum)
     facts.target_share = run.mix.target_share(entry.stratum)
-    return facts
 
 
 def pool_token_seconds(world: World, run: Run, pool: str) -> float:
     """Seconds one sequence needs per token in this pool, as measured; 0 before anything was."""
-    for engine in world.engines.values():
-        if engine.facts.pool == pool and engine.decode_seconds_per_token:
+    for engine in world.room(pool).members.values():
+        if engine.decode_seconds_per_token:
             return engine.decode_seconds_per_token
     return 0.0
 
@@ -252,9 +267,22 @@ def weights_of(world: World, run: Run) -> dict[str, float]:
     }
 
 
-def _backlog(run: Run, pool: str, rollout_class: RolloutClass, short: bool) -> Backlog:
+def _backlog(world: World, run: Run, pool: str, rollout_class: RolloutClass, short: bool) -> Backlog:
     key = (pool, rollout_class, short)
     backlog = run.backlogs.get(key)
     if backlog is None:
-        backlog = run.backlogs[key] = Backlog()
+        backlog = run.backlogs[key] = Backlog(partial(_note_ready, world, run, key))
     return backlog
+
+
+def _note_ready(world: World, run: Run, key: tuple[str, RolloutClass, bool], backlog: Backlog) -> None:
+    """A backlog has its first entry that may be dispatched, or lost its last one."""
+    pool, rollout_class, short = key
+    ready = run.ready.setdefault(pool, {})
+    if backlog.ready:
+        ready[rollout_class, short] = backlog
+        world.waiting.setdefault(pool, {})[run] = None
+        return
+    ready.pop((rollout_class, short), None)
+    if not ready:
+        world.waiting.get(pool, {}).pop(run, None)

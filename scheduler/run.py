@@ -62,6 +62,7 @@ class Run:
         "paused",
         "phase",
         "queued_bytes",
+        "ready",
         "report",
         "reserved_for",
         "rollouts",
@@ -69,6 +70,8 @@ class Run:
         "sampled",
         "settings",
         "short_seen_at",
+        "slots",
+        "slots_mark",
         "supply",
         "undelivered_bytes",
         "undelivered_results",
@@ -102,11 +105,15 @@ class Run:
         self.entries: dict[EntryKey, Entry] = {}
         self.by_step: dict[int, set[str]] = {}  # needed_by_step -> unfinished rollouts that are not CRITICAL yet
         self.backlogs: dict[tuple[str, RolloutClass, bool], Backlog] = {}  # (pool, class, short)
+        # Of these, by pool, the ones with an entry that may be dispatched: (class, short) -> backlog.
+        self.ready: dict[str, dict[tuple[RolloutClass, bool], Backlog]] = {}
         self.queued_bytes = [0] * len(RolloutClass)
         self.virtual_tokens: dict[str, float] = {}
         self.dispatches = 0
         self.kind_streak = 0  # > 0: short dispatches in a row, < 0: long ones
         self.short_seen_at: float | None = None
+        self.slots = 0  # of the engines that may serve it, as of `slots_mark` (`World.run_slots`)
+        self.slots_mark = -1
         self.no_capacity_since: float | None = None
         self.no_capacity_told_at: float | None = None
         self.reserved_for: Entry | None = None  # too large for the budget's gaps: keep what frees up for it

@@ -25,27 +25,45 @@ from rolloutd.scheduler.world import World
 
 class Turn(NamedTuple):
     run: Run
+    pool: str
     rollout_class: RolloutClass
     short: bool
     backlog: Backlog
     overdue: bool = False  # for the one that waits longest, whatever its score
 
 
-def next_turn(world: World, pool: str, blocked: set[tuple[str, RolloutClass, bool]]) -> Turn | None:
-    """The turn that goes next in this pool, leaving out what the caller found blocked; None when nothing waits."""
-    waiting: dict[str, list[Turn]] = {}
-    for run in world.runs.values():
-        for (its_pool, rollout_class, short), backlog in run.backlogs.items():
-            if its_pool == pool and backlog.ready and (run.run_id, rollout_class, short) not in blocked:
-                waiting.setdefault(run.run_id, []).append(Turn(run, rollout_class, short, backlog))
-    if not waiting:
+def next_turn(
+    world: World, pool: str, blocked: set[tuple[str, RolloutClass, bool]], long_room: bool = True
+) -> Turn | None:
+    """The turn that goes next in this pool, leaving out what the caller found blocked; None when nothing waits.
+
+    long_room: whether any engine has a slot that long work may take; else only short and brief work has a turn.
+    """
+    best: Run | None = None
+    best_order = (True, math.inf, "")
+    best_turns: list[Turn] = []
+    for run in world.waiting.get(pool, ()):
+        order = _run_order(run, pool)
+        if best is not None and order >= best_order:
+            continue
+        run_id = run.run_id
+        turns = [
+            Turn(run, pool, rollout_class, short, backlog)
+            for (rollout_class, short), backlog in run.ready[pool].items()
+            if (long_room or short or backlog.brief) and (run_id, rollout_class, short) not in blocked
+        ]
+        if turns:
+            best, best_order, best_turns = run, order, turns
+    if best is None:
         return None
-    turns = min(waiting.values(), key=lambda options: _run_order(options[0].run, pool))
-    run = turns[0].run
-    below = [turn for turn in turns if owed(run, turn)]
-    if below:
-        return min(below, key=lambda turn: (turn.rollout_class, not turn.short))
-    return _class_turn(world, run, _kind_turn(world, run, turns))
+    if len(best_turns) == 1:
+        return _class_turn(world, best, best_turns)
+    ledger = best.ledger
+    if ledger.has_floors:
+        below = [turn for turn in best_turns if owed(best, turn)]
+        if below:
+            return min(below, key=lambda turn: (turn.rollout_class, not turn.short))
+    return _class_turn(world, best, _kind_turn(world, best, best_turns))
 
 
 def charge(run: Run, pool: str, expected_tokens: float, short: bool) -> None:

@@ -9,6 +9,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rolloutd.scheduler.considered import Candidate, Considered
 from rolloutd.scheduler.result import RolloutResult
 from rolloutd.scheduler.spec import Budget, RunSettings
 from rolloutd.scheduler.states import Gate, Origin, RolloutClass, RolloutState, TaskType, TrainerState
@@ -30,16 +31,6 @@ class DecisionKind(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """One engine that was considered, with the value of each score term (already in [0,1], before weights)."""
-
-    engine_id: str
-    hit_tokens: int
-    terms: Mapping[str, float]
-    score: float
-
-
-@dataclass(frozen=True, slots=True)
 class Decision:
     """Why a rollout went to an engine, or was held or interrupted."""
 
@@ -50,8 +41,13 @@ class Decision:
     batch_id: int
     engine_id: str
     gate: Gate
-    candidates: tuple[Candidate, ...]
+    considered: Considered
     message: str
+
+    @property
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The engines that were considered for a dispatch, the best few; empty for other kinds."""
+        return self.considered.candidates()
 
 
 @dataclass(frozen=True, slots=True)

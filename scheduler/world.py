@@ -20,15 +20,17 @@ from typing import Any
 from rolloutd.scheduler.actions import Action, Deliver, EndStream, Notice, NoticeKind, Record
 from rolloutd.scheduler.computing import Computing
 from rolloutd.scheduler.config import SchedulerConfig
+from rolloutd.scheduler.considered import NOTHING, Considered
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.index import Namespace, PrefixIndex
 from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.rollout import Attempt, Rollout
+from rolloutd.scheduler.room import Room
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.spec import RunSettings
-from rolloutd.scheduler.states import Code, Gate
+from rolloutd.scheduler.states import SHORT_TASKS, Code, Gate, RolloutClass, RolloutState
 from rolloutd.scheduler.timers import Timers
-from rolloutd.scheduler.views import Candidate, Decision, DecisionKind
+from rolloutd.scheduler.views import Decision, DecisionKind
 
 
 def largest(limits: Iterable[int]) -> int:
@@ -45,13 +47,18 @@ class World:
         self.actions: list[Action] = []
         self.runs: dict[str, Run] = {}
         self.engines: dict[str, Engine] = {}
+        self.yielding: dict[str, Attempt] = {}  # long work below CRITICAL that runs: what may be interrupted for others
+        self.aborting: dict[str, Attempt] = {}
+        self.rooms: dict[str, Room] = {}  # pool -> its engines and which have a slot free
+        self.waiting: dict[str, dict[Run, None]] = {}  # pool -> runs with something that may be dispatched there
         self.attempts: dict[str, Attempt] = {}
         self.index = PrefixIndex(config.index.max_bytes, config.index.page_tokens, config.index.eviction)
         self.computing = Computing()
         self.timers = Timers()
         self.decisions: deque[Decision] = deque(maxlen=config.queue.decision_ring)
         self.gates: Counter[Gate] = Counter()
-        self.fleet_mark = 0  # grows when an engine joins, joins again or is forgotten
+        self.fleet_mark = 0  # grows when an engine joins (again), drains, is lost or found, is removed or forgotten
+        self.leaving: dict[str, Engine] = {}  # removed and not forgotten yet: attempts still run there
         self.dirty = False  # something changed that scheduling could use
         self.shutting_down = False
         self.batches = 0
@@ -59,11 +66,31 @@ class World:
         self.dispatched_total = 0
         self.preempted_total = 0
         self.retried_total = 0
+        self.fruitless_at: dict[str, float] = {}  # pool -> when nobody could be interrupted for critical work that waits
         self.last_preemption: dict[str, float] = {}  # pool -> time of the last round
 
     def next_sequence(self) -> int:
         self.sequence += 1
         return self.sequence
+
+    def note_attempt(self, attempt: Attempt) -> None:
+        """Call after an attempt started, changed its class or was asked to stop."""
+        rollout = attempt.rollout
+        attempt_id = attempt.attempt_id
+        if rollout.state is RolloutState.ABORTING:
+            self.aborting[attempt_id] = attempt
+            self.yielding.pop(attempt_id, None)
+        elif rollout.rollout_class is RolloutClass.CRITICAL or attempt.permit.task_type in SHORT_TASKS:
+            self.yielding.pop(attempt_id, None)
+        else:
+            self.yielding[attempt_id] = attempt
+
+    def forget_attempt(self, attempt: Attempt) -> None:
+        """Call when an attempt is over."""
+        attempt_id = attempt.attempt_id
+        del self.attempts[attempt_id]
+        self.aborting.pop(attempt_id, None)
+        self.yielding.pop(attempt_id, None)
 
     def fresh_attempt_id(self) -> str:
         """32 hex digits: fixed length, because engines match abort ids by prefix (property P6)."""
@@ -104,7 +131,7 @@ class World:
         batch_id: int = 0,
         engine_id: str = "",
         gate: Gate = Gate.OPEN,
-        candidates: tuple[Candidate, ...] = (),
+        considered: Considered = NOTHING,
     ) -> None:
         self.decisions.append(
             Decision(
@@ -115,7 +142,7 @@ class World:
                 batch_id,
                 engine_id,
                 gate,
-                candidates,
+                considered,
                 message,
             )
         )
@@ -139,8 +166,19 @@ class World:
         """Tokens of the longest prompt that some engine of the pool takes; 0 where one has no limit or does not say."""
         return largest(engine.facts.max_prompt_tokens for engine in self.pool_engines(run, pool, labels))
 
+    def room(self, pool: str) -> Room:
+        room = self.rooms.get(pool)
+        if room is None:
+            room = self.rooms[pool] = Room(self.config.queue.reserved_short_slots)
+        return room
+
     def run_slots(self, run: Run) -> int:
         """Slots of all engines that may serve this run: what shares and ceilings are measured against."""
+        if run.slots_mark != self.fleet_mark:
+            run.slots_mark, run.slots = self.fleet_mark, self._count_slots(run)
+        return run.slots
+
+    def _count_slots(self, run: Run) -> int:
         return sum(
             engine.facts.slots
             for engine in self.engines.values()

@@ -10,7 +10,8 @@ class Facts:
 
     Engine side: hit_tokens (cached there), common_tokens (cached on every open engine), slots_fill and kv_fill (after
     placing, in [0,1]), dearness (cost of computing this prompt against decoding its output, in [0,1]).
-    Entry side: the rest. slack_seconds is deadline - now - expected running time; None without a deadline.
+    Entry side: the rest. token_seconds: of one sequence in this pool, 0 before it was measured. slack_seconds is
+    deadline - now - expected running time; None without a deadline.
     """
 
     __slots__ = (
@@ -29,6 +30,7 @@ class Facts:
         "steps_away",
         "stratum_share",
         "target_share",
+        "token_seconds",
         "waited_seconds",
     )
 
@@ -40,6 +42,7 @@ class Facts:
         self.longest_tokens = 1.0
         self.waited_seconds = 0.0
         self.aging_seconds = 1.0
+        self.token_seconds = 0.0
         self.slack_seconds: float | None = None
         self.steps_away: int | None = None
         self.stratum_share = 0.0

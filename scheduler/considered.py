@@ -1,0 +1,59 @@
+"""What a dispatch was chosen from: numbers kept as they were, told in words only when somebody asks.
+
+Invariants
+- Reading changes nothing; the terms are the same pure functions of the same numbers that the choice was made with.
+
+What this module does not know: why an engine was not considered at all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rolloutd.scheduler.scoring import TERMS, Facts, clamp
+
+CANDIDATES_TOLD = 4  # engines a decision tells about
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One engine that was considered, with the value of each score term (already in [0,1], before weights)."""
+
+    engine_id: str
+    hit_tokens: int
+    terms: dict[str, float]
+    score: float
+
+
+class Row(NamedTuple):
+    """One engine as the choice saw it, for the entry that was chosen."""
+
+    engine_id: str
+    score: float
+    hit_tokens: int
+    dearness: float
+    slots_fill: float
+    kv_fill: float
+
+
+@dataclass(slots=True)
+class Considered:
+    """facts: the entry's side; its engine side is filled from a row when the terms are asked for."""
+
+    facts: Facts = field(default_factory=Facts)
+    rows: list[Row] = field(default_factory=list)
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The best few, best first."""
+        facts = self.facts
+        told = []
+        for row in sorted(self.rows, key=lambda one: -one.score)[:CANDIDATES_TOLD]:
+            facts.hit_tokens, facts.dearness = row.hit_tokens, row.dearness
+            facts.slots_fill, facts.kv_fill = row.slots_fill, row.kv_fill
+            terms = {term.name: round(clamp(term.score(facts)), 4) for term in TERMS}
+            told.append(Candidate(row.engine_id, row.hit_tokens, terms, round(row.score, 5)))
+        return tuple(told)
+
+
+NOTHING = Considered()

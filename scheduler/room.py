@@ -1,0 +1,50 @@
+"""Which engines of a pool have a slot free: kept as permits come and go, so that nobody has to look through a full fleet.
+
+Invariants
+- An engine is in `free` when it has a slot for short work, and in `long` when it has one that long work may take while
+  short slots are kept back. Whether it is open at all (ready, not lost, breaker shut) is not looked at here.
+- Order is that of becoming free: the same events give the same order.
+
+What this module does not know: runs, labels, memory.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rolloutd.scheduler.engine import Engine
+
+
+class Room:
+    """Of one pool. `members`: all its engines, by their name in the prefix index."""
+
+    __slots__ = ("free", "long", "members", "reserved_short")
+
+    def __init__(self, reserved_short: int) -> None:
+        self.reserved_short = reserved_short
+        self.members: dict[str, Engine] = {}
+        self.free: dict[Engine, None] = {}
+        self.long: dict[Engine, None] = {}
+
+    def join(self, engine: Engine) -> None:
+        self.members[engine.cache_key] = engine
+        engine.room = self
+        self.note(engine)
+
+    def leave(self, engine: Engine) -> None:
+        self.members.pop(engine.cache_key, None)
+        self.free.pop(engine, None)
+        self.long.pop(engine, None)
+        engine.room = None
+
+    def note(self, engine: Engine) -> None:
+        """Something that the engine's free slots depend on changed."""
+        if engine.facts.slots > engine.slots_used:
+            self.free[engine] = None
+        else:
+            self.free.pop(engine, None)
+        if engine.free_slots(False, self.reserved_short) > 0:
+            self.long[engine] = None
+        else:
+            self.long.pop(engine, None)
