@@ -19,6 +19,7 @@ import { ClientClosed, errorOf, Fenced, problem, problemOfStatus, textOf } from 
 import { Inbox } from './inbox.js'
 import { Ledger } from './ledger.js'
 import { Outbox } from './outbox.js'
+import { Session } from './session.js'
 
 const COALESCE_SECONDS = 0.002 // a busy writer waits this long after its last message, so that items gather; an idle one sends at once
 const REMINDER_SECONDS = 30 // an outage is warned of this often
@@ -46,8 +47,6 @@ const SUBMIT_ROLLOUT = methodOf('RolloutService', 'SubmitRollout')
  * @property {(notice: import('./dispatch.js').Notice) => void} onNotice
  * @property {(text: string) => void} warn
  */
-
-/** @typedef {import('@grpc/grpc-js').ClientDuplexStream<Record<string, any>, Record<string, any>>} Call */
 
 export class RolloutStream {
   #ledger = new Ledger()
@@ -198,7 +197,7 @@ export class RolloutStream {
    */
   async #runSession() {
     const channel = openChannel(this.settings.access)
-    const call = /** @type {Call} */ (
+    const call = /** @type {import('./session.js').Call} */ (
       channel.makeBidiStreamRequest(
         SUBMIT_ROLLOUT.path,
         (message) => /** @type {Buffer} */ (SUBMIT_ROLLOUT.request.encode(message).finish()),
@@ -311,55 +310,6 @@ export class RolloutStream {
     this.#failure = error
     this.dispatch.fail(error)
     this.onAttached?.()
-  }
-}
-
-/** One stream, from hello to its end. */
-class Session {
-  over = false
-  blocked = false // the transport holds enough
-  saidGoodbye = false
-  lastSentAt = 0
-  sendTimer = /** @type {NodeJS.Timeout | null} */ (null)
-  replayTimer = /** @type {NodeJS.Timeout | undefined} */ (undefined)
-
-  /** @param {Call} call */
-  constructor(call) {
-    this.call = call
-    /** @type {(problem: Problem) => void} */
-    this.end = () => {}
-    /** @type {(error: any) => void} */
-    this.fail = () => {}
-    this.ended = /** @type {Promise<Problem>} */ (
-      new Promise((resolve, reject) => {
-        this.end = resolve
-        this.fail = reject
-      })
-    )
-    /** @type {() => void} */
-    this.onSaid = () => {}
-    /** Everything that was pending has been handed to the transport. */
-    this.said = /** @type {Promise<void>} */ (
-      new Promise((resolve) => {
-        this.onSaid = resolve
-      })
-    )
-  }
-
-  /** Half-closes, after all that was written. */
-  goodbye() {
-    this.saidGoodbye = true
-    this.call.end()
-    this.onSaid()
-  }
-
-  /** Nothing more is read or written. */
-  stop() {
-    this.over = true
-    if (this.sendTimer !== null) clearTimeout(this.sendTimer)
-    clearTimeout(this.replayTimer)
-    this.call.resume() // a paused stream would keep what it holds
-    this.call.cancel()
   }
 }
 
