@@ -98,4 +98,5 @@ check-breaking: $(STAMP) ## fail when the contract breaks clients of the last re
 .PHONY: clean
 clean: ## remove the environment, caches and build output
 	@rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	@rm -rf clients/node/node_modules clients/node/proto clients/node/types
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
