@@ -38,7 +38,7 @@ def measure(load: CoreLoad, free: int, dispatches: int) -> dict[str, float]:
     while load.dispatched - before < dispatches:
         load.step(free)
     count = load.dispatched - before
-    return {purpose: seconds * 1e6 / count for purpose, seconds in load.meter.cpu_seconds.items()}
+    return {purpose: seconds * 1e6 / count for purpose, seconds in load.meter.seconds.items()}
 
 
 def hit_share(seed: int, exact: bool, dispatches: int = EXACT_DISPATCHES) -> float:

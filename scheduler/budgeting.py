@@ -61,7 +61,7 @@ def lease_expired(world: World, run: Run) -> None:
 
 
 def _apply(world: World, run: Run, budget: Budget, notice: NoticeKind, message: str) -> None:
-    run.ledger.budget = budget
+    run.ledger.adopt(budget)
     run.reserved_for = None  # it may fit now, or never
     world.dirty = True
     world.notify(run, notice, message)
@@ -156,9 +156,10 @@ def note_stalled(world: World, run: Run) -> bool:
     trainer syncs, another ceiling is reached. True when that changed.
     """
     ledger = run.ledger
-    budget = ledger.budget
-    classes = {one for one in budget.classes if ledger.class_owed(one)}
-    tasks = {one for one in budget.tasks if ledger.task_owed(one)}
+    classes = {one for one in ledger.floor_classes if ledger.class_owed(one)}
+    tasks = {one for one in ledger.floor_tasks if ledger.task_owed(one)}
+    if not classes and not tasks and not ledger.stalled_classes and not ledger.stalled_tasks:
+        return False
     if classes or tasks:
         for (pool, rollout_class, _), backlog in run.backlogs.items():
             if backlog.count and _may_start(world, run, pool, rollout_class):

@@ -9,7 +9,9 @@ What this module does not know: scores, turns, the budget's counters beyond aski
 
 from __future__ import annotations
 
-from rolloutd.scheduler import budgeting, queueing
+import math
+
+from rolloutd.scheduler import budgeting, promises, queueing
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.rollout import Rollout
@@ -23,43 +25,88 @@ MOST_DOUBLINGS = 16  # of a claim: beyond any context
 LED_SECONDS = 2.0  # prefill takes a fraction of this, unless the engine is in trouble
 
 
+class Space:
+    """What one engine has left for one run, worked out once and asked for many entries.
+
+    Valid until anything is booked or released there.
+    """
+
+    __slots__ = (
+        "_brief_only",
+        "_busy",
+        "_continuation_fits",
+        "_engine",
+        "_fits",
+        "_free_kv",
+        "_headroom_tokens",
+        "_page",
+        "_run_kv",
+        "_unpressed_kv",
+        "_world",
+    )
+
+    def __init__(self, world: World, run: Run, engine: Engine) -> None:
+        facts = engine.facts
+        settings = world.config.budget
+        capacity = facts.kv_capacity_tokens
+        self._world = world
+        self._engine = engine
+        self._page = facts.page_tokens
+        self._headroom_tokens = settings.headroom_tokens
+        self._brief_only = engine.free_slots(False, world.config.queue.reserved_short_slots) <= 0
+        self._busy = engine.slots_used > 0  # an empty engine takes anything that could ever fit
+        self._free_kv = self._unpressed_kv = self._run_kv = math.inf
+        self._fits = self._continuation_fits = math.inf
+        if capacity:
+            self._run_kv = budgeting.engine_kv_limit(run, engine) - engine.kv_by_run.get(run.run_id, 0)
+            if self._busy:
+                self._free_kv = capacity - engine.kv_claimed_tokens
+                self._unpressed_kv = settings.kv_watermark * capacity - engine.kv_claimed_tokens
+                # What the engine would let wait is not sent; long work leaves some room for short work.
+                self._continuation_fits = engine.promises.room_tokens(capacity, facts.page_tokens)
+                self._fits = self._continuation_fits - min(SHORT_ROOM_TOKENS, capacity // SHORT_ROOM_PART)
+
+    def gate(self, entry: Entry) -> tuple[Gate, int]:
+        """Whether the engine takes the entry's first member now, and the KV tokens to book."""
+        world, engine = self._world, self._engine
+        rollout = entry.members[0]
+        if not could_serve(world, entry, engine):
+            return Gate.NO_ENGINE, 0
+        short = entry.short
+        if self._brief_only and not (short or entry.brief):
+            return Gate.SHORT_RESERVED, 0
+        if rollout.excluded and engine.engine_id in rollout.excluded and _another_serves(world, entry, rollout):
+            return Gate.NO_ENGINE, 0
+        if rollout.outgrown:
+            claim = claim_tokens(world, entry, engine)
+        else:
+            claim = entry.claim_tokens(self._page, self._headroom_tokens)
+        run = entry.run
+        if run.reserved_for is not None and _kept_for_another(world, run.reserved_for, entry):
+            return Gate.RESERVED_FOR_LARGE, claim
+        gate = run.ledger.kv_gate(claim)
+        if gate is not Gate.OPEN:
+            return gate, claim
+        if engine.reserved_for is not None and not short and _kept_for_another(world, engine.reserved_for, entry):
+            return Gate.RESERVED_FOR_LARGE, claim
+        if claim > self._free_kv:
+            return Gate.ENGINE_KV, claim
+        continuation = entry.continuation
+        if claim > self._unpressed_kv and not continuation:
+            return Gate.PRESSURE, claim
+        needed = promises.needed_tokens(entry.prompt_tokens, rollout.remaining_tokens, self._page)
+        if needed >= (self._continuation_fits if short or continuation else self._fits):
+            return Gate.ENGINE_KV, claim
+        if claim > self._run_kv:
+            return Gate.ENGINE_KV_CEILING, claim
+        if entry.rollout_class is not RolloutClass.CRITICAL and not short and _spoils_tail(world, entry, engine):
+            return Gate.CRITICAL_TAIL, claim
+        return Gate.OPEN, claim
+
+
 def engine_gate(world: World, entry: Entry, engine: Engine) -> tuple[Gate, int]:
     """Whether this engine takes the entry's first member now, and the KV tokens to book."""
-    run = entry.run
-    facts = engine.facts
-    rollout = entry.members[0]
-    if not could_serve(world, entry, engine):
-        return Gate.NO_ENGINE, 0
-    if not (entry.short or entry.brief) and engine.free_slots(False, world.config.queue.reserved_short_slots) <= 0:
-        return Gate.SHORT_RESERVED, 0
-    if rollout.excluded and engine.engine_id in rollout.excluded and _another_serves(world, entry, rollout):
-        return Gate.NO_ENGINE, 0
-    settings = world.config.budget
-    claim = claim_tokens(world, entry, engine)
-    if _kept_for_another(world, run.reserved_for, entry):
-        return Gate.RESERVED_FOR_LARGE, claim
-    gate = run.ledger.kv_gate(claim)
-    if gate is not Gate.OPEN:
-        return gate, claim
-    if not entry.short and _kept_for_another(world, engine.reserved_for, entry):
-        return Gate.RESERVED_FOR_LARGE, claim
-    if facts.kv_capacity_tokens:
-        if engine.slots_used:  # an empty engine takes anything that could ever fit
-            if engine.kv_claimed_tokens + claim > facts.kv_capacity_tokens:
-                return Gate.ENGINE_KV, claim
-            pressed = engine.kv_claimed_tokens + claim > settings.kv_watermark * facts.kv_capacity_tokens
-            if pressed and not entry.continuation:
-                return Gate.PRESSURE, claim
-            # What the engine would let wait is not sent; long work leaves some room for short work.
-            spare = min(SHORT_ROOM_TOKENS, facts.kv_capacity_tokens // SHORT_ROOM_PART)
-            capacity = facts.kv_capacity_tokens - (0 if entry.short or entry.continuation else spare)
-            if not engine.promises.fits(entry.prompt_tokens, rollout.remaining_tokens, capacity, facts.page_tokens):
-                return Gate.ENGINE_KV, claim
-        if engine.kv_by_run.get(run.run_id, 0) + claim > budgeting.engine_kv_limit(run, engine):
-            return Gate.ENGINE_KV_CEILING, claim
-    if _spoils_tail(world, entry, engine):
-        return Gate.CRITICAL_TAIL, claim
-    return Gate.OPEN, claim
+    return Space(world, entry.run, engine).gate(entry)
 
 
 def claim_tokens(world: World, entry: Entry, engine: Engine) -> int:

@@ -20,9 +20,15 @@ NO_QUOTA = Quota()
 
 class Ledger:
     __slots__ = (
+        "_class_quotas",
+        "_has_quotas",
+        "_task_quotas",
         "budget",
         "class_queued",
         "class_running",
+        "floor_classes",
+        "floor_tasks",
+        "has_floors",
         "kv_tokens",
         "running",
         "stalled_classes",
@@ -32,7 +38,7 @@ class Ledger:
     )
 
     def __init__(self, budget: Budget) -> None:
-        self.budget = budget
+        self.adopt(budget)
         self.running = 0
         self.kv_tokens = 0
         self.stalled_classes: frozenset[RolloutClass] = frozenset()  # below their floor, and room would not help them
@@ -41,6 +47,16 @@ class Ledger:
         self.task_running = [0] * len(TaskType)
         self.class_queued = [0] * len(RolloutClass)
         self.task_queued = [0] * len(TaskType)
+
+    def adopt(self, budget: Budget) -> None:
+        """Put a budget in force."""
+        self.budget = budget
+        self._class_quotas = [budget.classes.get(one, NO_QUOTA) for one in RolloutClass]
+        self._task_quotas = [budget.tasks.get(one, NO_QUOTA) for one in TaskType]
+        self._has_quotas = bool(budget.classes or budget.tasks)
+        self.floor_classes = tuple(one for one in RolloutClass if self._class_quotas[one].floor_rollouts)
+        self.floor_tasks = tuple(one for one in TaskType if self._task_quotas[one].floor_rollouts)
+        self.has_floors = bool(self.floor_classes or self.floor_tasks)
 
     @property
     def queued(self) -> int:
@@ -63,31 +79,22 @@ class Ledger:
         limit = self.budget.max_rollouts
         return slots if limit is None else min(slots, limit)
 
-    @property
-    def has_floors(self) -> bool:
-        """Whether the budget has any quota that could be a floor."""
-        return bool(self.budget.classes or self.budget.tasks)
-
     def class_owed(self, rollout_class: RolloutClass) -> int:
         """Rollouts that this class is below its floor and could run."""
-        quota = self.budget.classes.get(rollout_class)
-        if quota is None:
-            return 0
-        return max(0, min(quota.floor_rollouts - self.class_running[rollout_class], self.class_queued[rollout_class]))
+        missing = self._class_quotas[rollout_class].floor_rollouts - self.class_running[rollout_class]
+        return min(missing, self.class_queued[rollout_class]) if missing > 0 else 0
 
     def task_owed(self, task_type: TaskType) -> int:
-        quota = self.budget.tasks.get(task_type)
-        if quota is None:
-            return 0
-        return max(0, min(quota.floor_rollouts - self.task_running[task_type], self.task_queued[task_type]))
+        missing = self._task_quotas[task_type].floor_rollouts - self.task_running[task_type]
+        return min(missing, self.task_queued[task_type]) if missing > 0 else 0
 
     def class_open(self, rollout_class: RolloutClass) -> bool:
         """Whether the class is below its own ceiling."""
-        limit = self.budget.classes.get(rollout_class, NO_QUOTA).max_rollouts
+        limit = self._class_quotas[rollout_class].max_rollouts
         return limit is None or self.class_running[rollout_class] < limit
 
     def task_open(self, task_type: TaskType) -> bool:
-        limit = self.budget.tasks.get(task_type, NO_QUOTA).max_rollouts
+        limit = self._task_quotas[task_type].max_rollouts
         return limit is None or self.task_running[task_type] < limit
 
     def gate(self, rollout_class: RolloutClass, task_type: TaskType, slots: int) -> Gate:
@@ -95,33 +102,36 @@ class Ledger:
         budget = self.budget
         if budget.max_rollouts is not None and self.running >= budget.max_rollouts:
             return Gate.CEILING_ROLLOUTS
-        if not budget.classes and not budget.tasks:
+        if not self._has_quotas:
             return Gate.OPEN
         if not self.class_open(rollout_class):
             return Gate.CLASS_CEILING
         if not self.task_open(task_type):
             return Gate.TASK_CEILING
-        class_quota = budget.classes.get(rollout_class, NO_QUOTA)
-        task_quota = budget.tasks.get(task_type, NO_QUOTA)
-        if self.class_owed(rollout_class) or self.task_owed(task_type):
+        if self.has_floors and (self.class_owed(rollout_class) or self.task_owed(task_type)):
             return Gate.OPEN
-        return self._soft_gate(rollout_class, task_type, class_quota, task_quota, self.ceiling(slots))
+        return self._soft_gate(rollout_class, task_type, self.ceiling(slots))
 
-    def _soft_gate(
-        self, rollout_class: RolloutClass, task_type: TaskType, class_quota: Quota, task_quota: Quota, ceiling: int
-    ) -> Gate:
+    def _soft_gate(self, rollout_class: RolloutClass, task_type: TaskType, ceiling: int) -> Gate:
         """Shares and the floors of others; only reached by work above its own floors."""
-        classes = (one for one in self.budget.classes if one is not rollout_class and one not in self.stalled_classes)
-        tasks = (one for one in self.budget.tasks if one is not task_type and one not in self.stalled_tasks)
-        owed = max(sum(self.class_owed(one) for one in classes), sum(self.task_owed(one) for one in tasks))
-        if 0 < owed and ceiling - self.running <= owed:
-            return Gate.FLOOR_OWED
-        over_class = class_quota.share and self.class_running[rollout_class] >= math.ceil(class_quota.share * ceiling)
-        if over_class and any(self.class_queued[other] for other in RolloutClass if other is not rollout_class):
-            return Gate.CLASS_SHARE
-        over_task = task_quota.share and self.task_running[task_type] >= math.ceil(task_quota.share * ceiling)
-        if over_task and any(self.task_queued[other] for other in TaskType if other is not task_type):
-            return Gate.TASK_SHARE
+        if self.has_floors:
+            class_owed = task_owed = 0
+            for one in self.floor_classes:
+                if one is not rollout_class and one not in self.stalled_classes:
+                    class_owed += self.class_owed(one)
+            for other in self.floor_tasks:
+                if other is not task_type and other not in self.stalled_tasks:
+                    task_owed += self.task_owed(other)
+            if 0 < max(class_owed, task_owed) and ceiling - self.running <= max(class_owed, task_owed):
+                return Gate.FLOOR_OWED
+        share = self._class_quotas[rollout_class].share
+        if share and self.class_running[rollout_class] >= math.ceil(share * ceiling):
+            if any(self.class_queued[other] for other in RolloutClass if other is not rollout_class):
+                return Gate.CLASS_SHARE
+        share = self._task_quotas[task_type].share
+        if share and self.task_running[task_type] >= math.ceil(share * ceiling):
+            if any(self.task_queued[other] for other in TaskType if other is not task_type):
+                return Gate.TASK_SHARE
         return Gate.OPEN
 
     def kv_gate(self, kv_tokens: int) -> Gate:

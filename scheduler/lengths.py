@@ -44,7 +44,7 @@ NORMAL = NormalDist()
 class _Task:
     """Prior of one kind of work: mean and variance of log-length over all its prompts."""
 
-    __slots__ = ("count", "log_sum", "mean", "square_sum", "token_sum", "variance", "version")
+    __slots__ = ("count", "log_sum", "mean", "running", "square_sum", "token_sum", "variance", "version")
 
     def __init__(self) -> None:
         self.mean: float | None = None
@@ -54,6 +54,7 @@ class _Task:
         self.log_sum = 0.0
         self.square_sum = 0.0
         self.token_sum = 0.0
+        self.running: dict[str, _Prompt] = {}  # those with rollouts that run
 
 
 class _Prompt:
@@ -82,6 +83,7 @@ class LengthModel:
             return False
         prompt.running[rollout_id] = tokens
         prompt.stale = True
+        self._task(kind).running[prompt_hash] = prompt
         return True
 
     def note_stopped(self, prompt_hash: str, kind: Kind, rollout_id: str) -> None:
@@ -89,10 +91,14 @@ class LengthModel:
         prompt = self._prompts.get((prompt_hash, kind))
         if prompt is not None and prompt.running.pop(rollout_id, None) is not None:
             prompt.stale = True
+            if not prompt.running:
+                self._task(kind).running.pop(prompt_hash, None)
 
     def note_finished(self, prompt_hash: str, kind: Kind, rollout_id: str, tokens: int) -> None:
         prompt = self._prompt(prompt_hash, kind)
         prompt.running.pop(rollout_id, None)
+        if not prompt.running:
+            self._task(kind).running.pop(prompt_hash, None)
         log = math.log(max(1, tokens))
         if prompt.finished >= OLD_SAMPLES:
             prompt.log_sum *= 0.5
@@ -115,17 +121,16 @@ class LengthModel:
 
     def refresh(self) -> None:
         """Re-estimate the priors from what finished and what runs. Costs a pass over running rollouts."""
-        for kind, task in self._tasks.items():
+        for task in self._tasks.values():
             deviation = math.sqrt(task.variance)
             count, log_sum, square_sum = task.count, task.log_sum, task.square_sum
-            for (_, its_kind), prompt in self._prompts.items():
-                if its_kind == kind and prompt.running:
-                    for tokens in prompt.running.values():
-                        middle = task.mean if task.mean is not None else math.log(max(2, tokens))
-                        log = _imputed(math.log(max(1, tokens)), middle, deviation)
-                        count += 1
-                        log_sum += log
-                        square_sum += log * log
+            for prompt in task.running.values():
+                for tokens in prompt.running.values():
+                    middle = task.mean if task.mean is not None else math.log(max(2, tokens))
+                    log = _imputed(math.log(max(1, tokens)), middle, deviation)
+                    count += 1
+                    log_sum += log
+                    square_sum += log * log
             if count < ENOUGH_SAMPLES:
                 continue
             mean = log_sum / count
@@ -136,12 +141,20 @@ class LengthModel:
 
     # estimates ---------------------------------------------------------------------------------------------------------
 
+    def outlook(
+        self, prompt_hash: str, kind: Kind, max_new_tokens: int, written: int, count: int
+    ) -> tuple[float, float]:
+        """(mean output of one rollout that has written `written`, expected longest of `count`), in tokens."""
+        log_mean, deviation, doubt = self._predict(prompt_hash, kind, max_new_tokens)
+        return (
+            _expected(log_mean, deviation, max_new_tokens, written),
+            _longest(log_mean, deviation, doubt, max_new_tokens, count),
+        )
+
     def expected(self, prompt_hash: str, kind: Kind, max_new_tokens: int, written: int = 0) -> float:
         """Mean output tokens of one rollout of this prompt that has written `written` already."""
         log_mean, deviation, _ = self._predict(prompt_hash, kind, max_new_tokens)
-        if written > 1:
-            log_mean = max(log_mean, _imputed(math.log(written), log_mean, deviation) - 0.5 * deviation * deviation)
-        return _tokens(log_mean + 0.5 * deviation * deviation, max_new_tokens)
+        return _expected(log_mean, deviation, max_new_tokens, written)
 
     def longest(self, prompt_hash: str, kind: Kind, max_new_tokens: int, count: int) -> float:
         """Expected length of the longest of `count` rollouts of this prompt: what a step that needs them all waits for.
@@ -150,11 +163,7 @@ class LengthModel:
         that was not tried yet may hide the longest rollout of the step, so it goes first.
         """
         log_mean, deviation, doubt = self._predict(prompt_hash, kind, max_new_tokens)
-        if count <= len(LARGEST):
-            excess = LARGEST[max(1, count) - 1]
-        else:
-            excess = NORMAL.inv_cdf((count - 0.375) / (count + 0.25))
-        return _tokens(log_mean + excess * math.sqrt(deviation * deviation + doubt), max_new_tokens)
+        return _longest(log_mean, deviation, doubt, max_new_tokens, count)
 
     def mean(self, task_type: TaskType) -> float:
         """Mean output tokens of finished rollouts of a task type, over all strata; 0 when there were none."""
@@ -200,6 +209,20 @@ class LengthModel:
         else:
             self._prompts.move_to_end(key)
         return prompt
+
+
+def _expected(log_mean: float, deviation: float, max_new_tokens: int, written: int) -> float:
+    if written > 1:
+        log_mean = max(log_mean, _imputed(math.log(written), log_mean, deviation) - 0.5 * deviation * deviation)
+    return _tokens(log_mean + 0.5 * deviation * deviation, max_new_tokens)
+
+
+def _longest(log_mean: float, deviation: float, doubt: float, max_new_tokens: int, count: int) -> float:
+    if count <= len(LARGEST):
+        excess = LARGEST[max(1, count) - 1]
+    else:
+        excess = NORMAL.inv_cdf((count - 0.375) / (count + 0.25))
+    return _tokens(log_mean + excess * math.sqrt(deviation * deviation + doubt), max_new_tokens)
 
 
 def _posterior(prompt: _Prompt, prior: float, between: float, within: float) -> float:

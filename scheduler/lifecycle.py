@@ -282,7 +282,8 @@ def _learn(run: Run, rollout: Rollout, result: RolloutResult) -> None:
     if result.token_bytes:
         run.mix.note_output(zlib.crc32(result.token_bytes))
     if result.logprob_bytes:
-        run.phase.note_log_prob(float(np.frombuffer(result.logprob_bytes, dtype="<f4").mean()))
+        log_probs = np.frombuffer(result.logprob_bytes, dtype="<f4")
+        run.phase.note_log_prob(float(np.add.reduce(log_probs)) / len(log_probs))
 
 
 def _result(rollout: Rollout, outcome: Outcome, error: Refusal | None, now: float) -> RolloutResult:

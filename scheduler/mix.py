@@ -27,7 +27,7 @@ class Window:
 
     def add(self, name: str) -> None:
         self._names.append(name)
-        self.counts[name] += 1
+        self.counts[name] = self.counts.get(name, 0) + 1
         if len(self._names) > WINDOW_ROLLOUTS:
             oldest = self._names.popleft()
             self.counts[oldest] -= 1
@@ -67,6 +67,13 @@ class Mix:
 
     def dispatched_share(self, stratum: str) -> float:
         return self.dispatched.counts[stratum] / max(1, len(self.dispatched))
+
+    def shares(self, stratum: str) -> tuple[float, float]:
+        """(share of what was dispatched lately, target share)."""
+        dispatched = self.dispatched
+        count = dispatched.counts.get(stratum, 0)
+        target = self.target_share(stratum) if self.target else 1.0 / max(1, len(self._strata))
+        return count / max(1, len(dispatched)), target
 
     def note_output(self, fingerprint: int) -> None:
         self._outputs.add(str(fingerprint))

@@ -27,7 +27,7 @@ from rolloutd.scheduler.promises import Promise
 from rolloutd.scheduler.rollout import Attempt
 from rolloutd.scheduler.room import Room
 from rolloutd.scheduler.run import Run
-from rolloutd.scheduler.scoring import ENGINE_TERMS, ENTRY_TERMS, Facts, clamp, diversity
+from rolloutd.scheduler.scoring import ENGINE_TERMS, ENTRY_TERMS, Facts, clamp, diversity, prefix
 from rolloutd.scheduler.spec import TOKEN_BYTES
 from rolloutd.scheduler.states import SHORT_TASKS, Gate, RolloutClass, RolloutState, TaskType
 from rolloutd.scheduler.views import DecisionKind
@@ -58,7 +58,11 @@ class _Look:
         "score",
         "tie",
         "told",
-        "_random",
+        "_most",
+        "_most_without_hit",
+        "_run",
+        "_spaces",
+        "_world",
     )
 
     def __init__(self, world: World, turn: turns.Turn, roomy: list[Engine]) -> None:
@@ -78,7 +82,32 @@ class _Look:
         self.engine: Engine | None = None
         self.claim = 0
         self.told: list[Row] = []  # engines scored for the entry that is best so far
-        self._random = world.rng
+        self._world = world
+        self._run = run
+        gains = [(weight, score) for weight, score in self.engine_terms if weight > 0.0]
+        self._most = sum(weight for weight, _ in gains)
+        self._most_without_hit = sum(weight for weight, score in gains if score is not prefix.score)
+        self._spaces: dict[Engine, gates.Space] = {}
+
+    def outlook(self, entry: Entry) -> tuple[float, float]:
+        """(the best score an entry could have on any engine, the part of it that no engine changes)."""
+        world = self._world
+        if world.now - entry.hits_at >= queueing.HITS_FRESH_SECONDS:
+            queueing.refresh_hits(world, entry)
+        facts = self.facts
+        queueing.fill_facts(world, entry, facts)
+        fixed = 0.0
+        for weight, term in self.entry_terms:
+            value = term(facts)
+            fixed += weight * (value if 0.0 <= value <= 1.0 else clamp(value))
+        return fixed + (self._most if entry.hits else self._most_without_hit), fixed
+
+    def space(self, engine: Engine) -> gates.Space:
+        """What the engine has left for the run; nothing is booked while a look lasts."""
+        space = self._spaces.get(engine)
+        if space is None:
+            space = self._spaces[engine] = gates.Space(self._world, self._run, engine)
+        return space
 
     def holding(self, hits: dict[str, int]) -> list[Engine]:
         """Of the engines with room, those with the longest hits."""
@@ -90,7 +119,7 @@ class _Look:
     def emptiest_first(self, roomy: list[Engine]) -> list[Engine]:
         """Engines with room: `PROBES` of them drawn at random, emptiest first, then the others."""
         if not self.emptiest:
-            start = self._random.randrange(len(roomy))
+            start = self._world.rng.randrange(len(roomy))
             drawn = roomy[start : start + PROBES] + roomy[: max(0, start + PROBES - len(roomy))]
             drawn.sort(key=Engine.fill)
             self.emptiest = (
@@ -106,24 +135,29 @@ def schedule(world: World) -> None:
         return
     batch_id = world.batches + 1
     made = 0
-    for run in world.runs.values():
-        if run.ledger.has_floors:
-            budgeting.note_stalled(world, run)
-    for pool in sorted(world.rooms):
-        if world.waiting.get(pool):
-            made += _fill(world, pool, batch_id, world.config.queue.max_batch_size - made)
+    pools = [pool for pool, waiting in world.waiting.items() if waiting and pool in world.rooms]
+    for pool in pools if len(pools) < 2 else sorted(pools):
+        room = world.rooms[pool]
+        may_help = preemption.may_help(world, pool) if not room.long else False
+        if room.free or may_help:
+            for run in world.runs.values():
+                if run.ledger.has_floors:
+                    budgeting.note_stalled(world, run)
+            made += _fill(world, pool, room, batch_id, world.config.queue.max_batch_size - made)
+        else:
+            world.gates[_full_gate(world, room)] += 1
     if made:
         world.batches = batch_id
 
 
-def _fill(world: World, pool: str, batch_id: int, limit: int) -> int:
-    room = world.rooms[pool]
+def _fill(world: World, pool: str, room: Room, batch_id: int, limit: int) -> int:
     blocked: set[tuple[str, RolloutClass, bool]] = set()
     per_run: dict[str, int] = {}
     made = 0
     kept = False
+    brief_room = gates.reserved_short(world) < room.reserved_short  # no short slots are kept back now
     while room.free:
-        turn = turns.next_turn(world, pool, blocked, bool(room.long))
+        turn = turns.next_turn(world, pool, blocked, bool(room.long), brief_room)
         if turn is None:
             if made and kept:
                 world.dirty = (
@@ -252,20 +286,25 @@ def _roomy_engines(world: World, turn: turns.Turn, room: Room) -> tuple[list[Eng
 
 def _no_room(world: World, turn: turns.Turn, room: Room) -> Gate:
     """Why no engine has a slot for this turn."""
-    usable = [
-        engine
-        for engine in room.members.values()
-        if engine.is_open(world.now) and not engine.removed and engine.facts.run_id in ("", turn.run.run_id)
-    ]
-    if not usable:
-        return Gate.NO_ENGINE
-    return Gate.SHORT_RESERVED if any(engine in room.free for engine in usable) else Gate.ENGINE_SLOTS
+    now = world.now
+    allowed = ("", turn.run.run_id)
+    for engine in room.free:
+        if engine.is_open(now) and not engine.removed and engine.facts.run_id in allowed:
+            return Gate.SHORT_RESERVED
+    for engine in room.members.values():
+        if engine.is_open(now) and not engine.removed and engine.facts.run_id in allowed:
+            return Gate.ENGINE_SLOTS
+    return Gate.NO_ENGINE
 
 
 def _choose(
     world: World, turn: turns.Turn, roomy: list[Engine], tasks: frozenset[TaskType], closed: Gate
 ) -> tuple[_Look | None, Gate]:
-    """The best pair of a bounded number of entries and engines; None and the last closed gate where nothing may start."""
+    """The best pair of a bounded number of entries and engines; None and the last closed gate where nothing may start.
+
+    Entries are taken in the order of the best score they could have on any engine, until no other can beat the best pair: gates
+    are asked and engines scored for a few of them only.
+    """
     look = _Look(world, turn, roomy)
     seen: set[int] = set()
     ledger = turn.run.ledger
@@ -274,15 +313,17 @@ def _choose(
         owed = frozenset(one for one in tasks if ledger.task_owed(one))
     for entries in _looks(turn, roomy, look, tasks, owed):
         deeper = turn.overdue or bool(owed)  # what was seen may not start for reasons of its own: look behind it
-        for entry in entries:
-            if entry.sequence in seen:
-                continue
-            seen.add(entry.sequence)
+        hopeful = [(*look.outlook(entry), entry.sequence, entry) for entry in entries if entry.sequence not in seen]
+        hopeful.sort(reverse=True)
+        for most, fixed, sequence, entry in hopeful:
+            seen.add(sequence)
+            if most < look.score:
+                break
             if queueing.hold_for_prefix(world, entry):
                 gate = Gate.HELD_FOR_PREFIX
                 world.decide(DecisionKind.HELD, entry.members[0], "its prefix is being computed", gate=gate)
             else:
-                gate = _score_entry(world, entry, roomy, look)
+                gate = _score_entry(world, entry, fixed, roomy, look)
             if gate is not Gate.OPEN:
                 closed = gate
                 deeper = deeper or gate in (Gate.HELD_FOR_PREFIX, Gate.NO_ENGINE)
@@ -325,39 +366,47 @@ def _looks(
         yield backlog.candidates(keys, lane_bonus, tasks, heads)
 
 
-def _score_entry(world: World, entry: Entry, roomy: list[Engine], look: _Look) -> Gate:
-    """Score one entry on the engines worth looking at; returns OPEN when at least one would take it."""
-    queueing.refresh_hits(world, entry)
-    open_to, closed = _open_engines(world, entry, roomy, look)
-    if not open_to:
-        return closed
+def _score_entry(world: World, entry: Entry, fixed: float, roomy: list[Engine], look: _Look) -> Gate:
+    """Score one entry on the engines worth looking at; returns OPEN when at least one would take it.
+
+    fixed: the part of its score that no engine changes.
+    """
+    open_to: list[tuple[Engine, int]]
+    if len(roomy) == 1:
+        engine = roomy[0]
+        gate, claim = look.space(engine).gate(entry)
+        if gate is not Gate.OPEN:
+            return gate
+        open_to = [(engine, claim)]
+    else:
+        open_to, gate = _open_engines(world, entry, roomy, look)
+        if not open_to:
+            return gate
     facts = look.facts
-    queueing.fill_facts(world, entry, facts)
-    fixed = 0.0
-    for weight, term in look.entry_terms:
-        fixed += weight * clamp(term(facts))
+    facts.prompt_tokens = entry.prompt_tokens
     hits = entry.hits
     facts.common_tokens = _common_hit(world, entry, hits) if hits else 0
     considered: list[Row] = []
-    random = world.rng.random
     for engine, claim in open_to:
         fill_engine_facts(facts, entry, engine, claim)
         score = fixed
         for weight, term in look.engine_terms:
-            score += weight * clamp(term(facts))
+            value = term(facts)
+            score += weight * (value if 0.0 <= value <= 1.0 else clamp(value))
         considered.append(
             Row(engine.engine_id, score, facts.hit_tokens, facts.dearness, facts.slots_fill, facts.kv_fill)
         )
-        if score > look.score:
-            look.tie = None
-        elif score == look.score:
-            tie = random()
-            look.tie = random() if look.tie is None else look.tie
+        if score < look.score:
+            continue
+        if score == look.score:
+            tie = world.rng.random()
+            if look.tie is None:
+                look.tie = world.rng.random()
             if tie <= look.tie:
                 continue
             look.tie = tie
         else:
-            continue
+            look.tie = None
         look.score = score
         look.entry, look.engine, look.claim = entry, engine, claim
         look.common_tokens = facts.common_tokens
@@ -380,7 +429,7 @@ def _open_engines(
         for engine in asked:
             if until_first and engine in holding:
                 continue
-            gate, claim = gates.engine_gate(world, entry, engine)
+            gate, claim = look.space(engine).gate(entry)
             if gate is Gate.OPEN:
                 open_to.append((engine, claim))
                 if until_first:
@@ -471,8 +520,6 @@ def _dispatch(world: World, look: _Look, batch_id: int) -> None:
         attempt.stems = queueing.entry_stems(entry)
         world.computing.begin(attempt.stems)
     _hold_siblings(world, entry, attempt, predicted)
-    if entry.members and not entry.held:
-        queueing.order(world, entry)  # fewer wait, so the longest of them is expected to be shorter
     world.decide(
         DecisionKind.DISPATCHED,
         rollout,

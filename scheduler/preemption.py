@@ -58,7 +58,7 @@ def may_help(world: World, pool: str) -> bool:
         return False
     if _cool(world, pool):
         return True
-    return any(backlog.evaluations for run in world.waiting.get(pool, ()) for backlog in run.ready[pool].values())
+    return world.evaluations > 0
 
 
 def make_room(world: World, turn: Turn, gate: Gate) -> None:

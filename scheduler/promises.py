@@ -24,6 +24,11 @@ SHARE_DECAY_STEPS = 600
 UNREPORTED_TOKENS = 64  # what a rollout may have written since its last report; as `budget.headroom_tokens`
 
 
+def needed_tokens(prompt_tokens: int, output_tokens: int, page_tokens: int) -> int:
+    """What a new rollout must find free."""
+    return prompt_tokens + min(output_tokens, CLIPPED_TOKENS) + page_tokens
+
+
 class Promise:
     """To one attempt. `in_full`: it ignores the end token."""
 
@@ -76,10 +81,15 @@ class Promises:
         """Whether the engine would let one more in now. An empty one always does."""
         if not self.count:
             return True
-        needed = prompt_tokens + min(output_tokens, CLIPPED_TOKENS) + page_tokens
-        promised = self.full_tokens + self.share * self.part_tokens + self.count * page_tokens
-        unreported = (1.0 - self.share) * min(self.part_tokens, self.part_count * UNREPORTED_TOKENS)
-        return needed < capacity_tokens - self.held_tokens - promised - unreported
+        needed = needed_tokens(prompt_tokens, output_tokens, page_tokens)
+        return needed < self.room_tokens(capacity_tokens, page_tokens)
+
+    def room_tokens(self, capacity_tokens: int, page_tokens: int) -> float:
+        """What is neither held nor promised; one more must need less than this, unless the engine is empty."""
+        share = self.share
+        promised = self.full_tokens + share * self.part_tokens + self.count * page_tokens
+        unreported = (1.0 - share) * min(self.part_tokens, self.part_count * UNREPORTED_TOKENS)
+        return capacity_tokens - self.held_tokens - promised - unreported
 
     @property
     def share(self) -> float:

@@ -21,7 +21,7 @@ from rolloutd.scheduler.states import Gate, Origin, RolloutClass
 from rolloutd.scheduler.timers import TimerKind
 from rolloutd.scheduler.world import World
 
-HITS_FRESH_SECONDS = 0.25  # an entry's prefix hits are looked up again after this
+HITS_FRESH_SECONDS = 1.0  # an entry's prefix hits are looked up again after this
 REKEY_FACTOR = 1.1  # an expected length that moved by less since it was keyed does not change an entry's place
 
 
@@ -50,6 +50,7 @@ def put(world: World, rollout: Rollout) -> None:
         entry.brief = rollout.remaining_tokens <= BRIEF_TOKENS
         entry.evaluation = spec.origin is Origin.EVALUATION
         run.entries[key] = entry
+        world.evaluations += entry.evaluation
         if not run.waits_in(spec.pool):
             turns.rejoin(world, run, spec.pool)
         _backlog(world, run, spec.pool, rollout.rollout_class, entry.short).add(entry)
@@ -85,6 +86,7 @@ def take(world: World, rollout: Rollout) -> Entry:
         if backlog is not None:
             backlog.remove(entry, world.next_sequence())
         del run.entries[entry.key]
+        world.evaluations -= entry.evaluation
         world.timers.cancel(entry.hold_timer)
         entry.hold_timer = None
         release_reservations(world, entry)
@@ -200,14 +202,14 @@ def expect(entry: Entry) -> None:
     kept = first.kept_tokens
     lengths = entry.run.lengths
     kind = (entry.task_type, entry.stratum)
-    whole = lengths.expected(entry.prompt_hash, kind, first.max_new_tokens, kept)
+    group = first.group
+    together = max(len(entry.members), group.size if group is not None else 1)
+    whole, longest = lengths.outlook(entry.prompt_hash, kind, first.max_new_tokens, kept, together)
     entry.expected_tokens = max(1.0, whole - kept)
     if len(entry.members) == 1 and kept:
         entry.longest_tokens = entry.expected_tokens
     else:
-        group = first.group
-        together = max(len(entry.members), group.size if group is not None else 1)
-        entry.longest_tokens = lengths.longest(entry.prompt_hash, kind, first.max_new_tokens, together)
+        entry.longest_tokens = longest
 
 
 def entry_facts(world: World, entry: Entry) -> Facts:
@@ -236,8 +238,7 @@ def fill_facts(world: World, entry: Entry, facts: Facts) -> None:
     facts.slack_seconds = None if entry.deadline_at is None else entry.deadline_at - world.now - facts.expected_seconds
     step = entry.members[0].needed_by_step
     facts.steps_away = None if step is None else step - run.step
-    facts.stratum_share = run.mix.dispatched_share(entry.stratum)
-    facts.target_share = run.mix.target_share(entry.stratum)
+    facts.stratum_share, facts.target_share = run.mix.shares(entry.stratum)
 
 
 def pool_token_seconds(world: World, run: Run, pool: str) -> float:

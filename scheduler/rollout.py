@@ -216,7 +216,7 @@ class Rollout:
 
     @property
     def remaining_tokens(self) -> int:
-        return self.max_new_tokens - self.kept_tokens
+        return self.max_new_tokens - self.kept_tokens if self.pieces else self.max_new_tokens
 
     @property
     def is_whole(self) -> bool:

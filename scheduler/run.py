@@ -28,6 +28,7 @@ from rolloutd.scheduler.states import RolloutClass, TaskType, TrainerState
 
 if TYPE_CHECKING:
     from rolloutd.scheduler.entry import Entry, EntryKey
+    from rolloutd.scheduler.index_base import Namespace
     from rolloutd.scheduler.lanes import Backlog
     from rolloutd.scheduler.rollout import Rollout
     from rolloutd.scheduler.timers import Timer
@@ -57,6 +58,7 @@ class Run:
         "ledger",
         "lengths",
         "mix",
+        "namespace",
         "no_capacity_since",
         "no_capacity_told_at",
         "paused",
@@ -84,6 +86,7 @@ class Run:
     def __init__(self, run_id: str, settings: RunSettings, config: SchedulerConfig, now: float) -> None:
         self.run_id = run_id
         self.settings = settings
+        self.namespace: Namespace | None = None  # of its prompts in the prefix index
         self.paused = False
         self.ended = False
         self.epoch = 0
@@ -144,6 +147,8 @@ class Run:
         report = self.report
         if report.consume_tokens_per_second:
             return report.consume_tokens_per_second
+        if not report.consume_samples_per_second:
+            return 0.0
         return report.consume_samples_per_second * self.lengths.mean(TaskType.GENERATION)
 
     def pressure(self, now: float) -> float:

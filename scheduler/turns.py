@@ -33,11 +33,16 @@ class Turn(NamedTuple):
 
 
 def next_turn(
-    world: World, pool: str, blocked: set[tuple[str, RolloutClass, bool]], long_room: bool = True
+    world: World,
+    pool: str,
+    blocked: set[tuple[str, RolloutClass, bool]],
+    long_room: bool = True,
+    brief_room: bool = True,
 ) -> Turn | None:
     """The turn that goes next in this pool, leaving out what the caller found blocked; None when nothing waits.
 
-    long_room: whether any engine has a slot that long work may take; else only short and brief work has a turn.
+    long_room: whether any engine has a slot that long work may take; else only short work has a turn, and brief work where
+    there is `brief_room`.
     """
     best: Run | None = None
     best_order = (True, math.inf, "")
@@ -50,7 +55,7 @@ def next_turn(
         turns = [
             Turn(run, pool, rollout_class, short, backlog)
             for (rollout_class, short), backlog in run.ready[pool].items()
-            if (long_room or short or backlog.brief) and (run_id, rollout_class, short) not in blocked
+            if (long_room or short or (brief_room and backlog.brief)) and (run_id, rollout_class, short) not in blocked
         ]
         if turns:
             best, best_order, best_turns = run, order, turns
@@ -137,7 +142,7 @@ def owed(run: Run, turn: Turn) -> bool:
     ledger = run.ledger
     if ledger.class_owed(turn.rollout_class):
         return True
-    return any(turn.backlog.tasks[task] and ledger.task_owed(task) for task in ledger.budget.tasks)
+    return any(turn.backlog.tasks[task] and ledger.task_owed(task) for task in ledger.floor_tasks)
 
 
 def _waited(world: World, turn: Turn) -> float:

@@ -66,7 +66,10 @@ class World:
         self.dispatched_total = 0
         self.preempted_total = 0
         self.retried_total = 0
-        self.fruitless_at: dict[str, float] = {}  # pool -> when nobody could be interrupted for critical work that waits
+        self.evaluations = 0  # entries in queues whose data are for evaluation
+        self.fruitless_at: dict[
+            str, float
+        ] = {}  # pool -> when nobody could be interrupted for critical work that waits
         self.last_preemption: dict[str, float] = {}  # pool -> time of the last round
 
     def next_sequence(self) -> int:
@@ -97,7 +100,9 @@ class World:
         return f"{self.rng.getrandbits(128):032x}"
 
     def namespace(self, run: Run, engine_model: str = "") -> Namespace:
-        return Namespace(run.run_id, engine_model, "", 0, "")
+        if run.namespace is None:
+            run.namespace = Namespace(run.run_id, engine_model, "", 0, "")
+        return run.namespace
 
     # actions -----------------------------------------------------------------------------------------------------------
 
