@@ -13,7 +13,8 @@ What this module does not know: what makes a gate close beyond asking (`budgetin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 
 from rolloutd.scheduler import budgeting, gates, preemption, queueing, turns
 from rolloutd.scheduler.actions import Dispatch
@@ -27,7 +28,7 @@ from rolloutd.scheduler.promises import Promise
 from rolloutd.scheduler.rollout import Attempt
 from rolloutd.scheduler.room import Room
 from rolloutd.scheduler.run import Run
-from rolloutd.scheduler.scoring import ENGINE_TERMS, ENTRY_TERMS, Facts, clamp, diversity, prefix
+from rolloutd.scheduler.scoring import ENGINE_TERMS, ENTRY_TERMS, Facts, clamp, diversity
 from rolloutd.scheduler.spec import TOKEN_BYTES
 from rolloutd.scheduler.states import SHORT_TASKS, Gate, RolloutClass, RolloutState, TaskType
 from rolloutd.scheduler.views import DecisionKind
@@ -40,6 +41,9 @@ PROBES = 16  # engines with room drawn at random, of which the emptiest is score
 SHORT_KINDS = tuple(sorted(SHORT_TASKS))
 LONG_KINDS = tuple(one for one in TaskType if one not in SHORT_TASKS)
 CHEAP_PREFILL = 0.05  # dearness never falls below this: among equals a cached prefix is still better than none
+
+
+Spaces = dict[Engine, dict[Run, gates.Space]]  # of one pass; an engine's go when something is booked there
 
 
 class _Look:
@@ -55,25 +59,23 @@ class _Look:
         "entry",
         "entry_terms",
         "facts",
+        "many",
         "score",
         "tie",
         "told",
-        "_most",
-        "_most_without_hit",
+        "_prefix_weight",
         "_run",
         "_spaces",
         "_world",
     )
 
-    def __init__(self, world: World, turn: turns.Turn, roomy: list[Engine]) -> None:
+    def __init__(self, world: World, turn: turns.Turn, roomy: list[Engine], spaces: Spaces) -> None:
         run = turn.run
         weights = queueing.weights_of(world, run)
-        self.entry_terms = [(term.sign * weights[term.weight], term.score) for term in ENTRY_TERMS]
-        self.engine_terms = [(term.sign * weights[term.weight], term.score) for term in ENGINE_TERMS]
+        self.entry_terms, self.engine_terms = _signed_terms(tuple(weights.items()))
         self.facts = queueing.turn_facts(world, run, turn.rollout_class, turn.pool)
-        self.by_key: dict[str, Engine] = {}  # of many engines: by their name in the index
-        if len(roomy) > MAX_ENGINES_SCORED:
-            self.by_key = {engine.cache_key: engine for engine in roomy}
+        self.many = len(roomy) > MAX_ENGINES_SCORED
+        self.by_key = {engine.cache_key: engine for engine in roomy}  # by their name in the index
         self.emptiest: list[Engine] = []
         self.score = -1e9
         self.tie: float | None = None  # drawn when a second pair has the same score
@@ -84,10 +86,9 @@ class _Look:
         self.told: list[Row] = []  # engines scored for the entry that is best so far
         self._world = world
         self._run = run
-        gains = [(weight, score) for weight, score in self.engine_terms if weight > 0.0]
-        self._most = sum(weight for weight, _ in gains)
-        self._most_without_hit = sum(weight for weight, score in gains if score is not prefix.score)
-        self._spaces: dict[Engine, gates.Space] = {}
+        # The one engine term that adds: its most is the longest hit here, where computing it is dearest.
+        self._prefix_weight = max(0.0, weights["prefix"])
+        self._spaces = spaces
 
     def outlook(self, entry: Entry) -> tuple[float, float]:
         """(the best score an entry could have on any engine, the part of it that no engine changes)."""
@@ -100,13 +101,25 @@ class _Look:
         for weight, term in self.entry_terms:
             value = term(facts)
             fixed += weight * (value if 0.0 <= value <= 1.0 else clamp(value))
-        return fixed + (self._most if entry.hits else self._most_without_hit), fixed
+        most = fixed
+        hits = entry.hits
+        if hits:
+            longest = 0
+            here = self.by_key
+            for key, hit in hits.items():
+                if hit > longest and key in here:
+                    longest = hit
+            most += self._prefix_weight * longest / entry.prompt_tokens
+        return most, fixed
 
     def space(self, engine: Engine) -> gates.Space:
-        """What the engine has left for the run; nothing is booked while a look lasts."""
-        space = self._spaces.get(engine)
+        """What the engine has left for the run; of use until something is booked there."""
+        spaces = self._spaces.get(engine)
+        if spaces is None:
+            spaces = self._spaces[engine] = {}
+        space = spaces.get(self._run)
         if space is None:
-            space = self._spaces[engine] = gates.Space(self._world, self._run, engine)
+            space = spaces[self._run] = gates.Space(self._world, self._run, engine)
         return space
 
     def holding(self, hits: dict[str, int]) -> list[Engine]:
@@ -126,6 +139,17 @@ class _Look:
                 drawn + [engine for engine in roomy if engine not in drawn] if len(roomy) > PROBES else drawn
             )
         return self.emptiest
+
+
+Terms = tuple[tuple[float, Callable[[Facts], float]], ...]
+
+
+@lru_cache(maxsize=64)
+def _signed_terms(weights: tuple[tuple[str, float], ...]) -> tuple[Terms, Terms]:
+    """(signed weight, term) of the terms of entries, and of those of engines."""
+    of = dict(weights)
+    entry_terms = tuple((term.sign * of[term.weight], term.score) for term in ENTRY_TERMS)
+    return entry_terms, tuple((term.sign * of[term.weight], term.score) for term in ENGINE_TERMS)
 
 
 def schedule(world: World) -> None:
@@ -152,6 +176,7 @@ def schedule(world: World) -> None:
 
 def _fill(world: World, pool: str, room: Room, batch_id: int, limit: int) -> int:
     blocked: set[tuple[str, RolloutClass, bool]] = set()
+    spaces: Spaces = {}
     per_run: dict[str, int] = {}
     made = 0
     kept = False
@@ -172,7 +197,7 @@ def _fill(world: World, pool: str, room: Room, batch_id: int, limit: int) -> int
             world.dirty = True  # the next pass goes on; COLD_START wants small batches and quick results
             gate = Gate.BATCH_LIMIT
         else:
-            gate = _place(world, turn, room, batch_id)
+            gate = _place(world, turn, room, batch_id, spaces)
         if gate is Gate.OPEN:
             made += 1
             per_run[run.run_id] = per_run.get(run.run_id, 0) + 1
@@ -219,7 +244,7 @@ def batch_limit(world: World, run: Run) -> int:
     return max(1, min(world.config.queue.max_batch_size, round(limit)))
 
 
-def _place(world: World, turn: turns.Turn, room: Room, batch_id: int) -> Gate:
+def _place(world: World, turn: turns.Turn, room: Room, batch_id: int, spaces: Spaces) -> Gate:
     """Dispatch the best pair of this turn; returns OPEN, or the gate that kept everything waiting."""
     run = turn.run
     gate = budgeting.run_gate(world, run, turn.rollout_class)
@@ -231,9 +256,11 @@ def _place(world: World, turn: turns.Turn, room: Room, batch_id: int) -> Gate:
         if not roomy:
             closed = none
         else:
-            look, closed = _choose(world, turn, roomy, tasks, closed)
+            look, closed = _choose(world, turn, roomy, tasks, closed, spaces)
             if look is not None:
                 _dispatch(world, look, batch_id)
+                if look.engine is not None:
+                    spaces.pop(look.engine, None)
                 return Gate.OPEN
     preemption.make_room(world, turn, closed)
     return closed
@@ -298,14 +325,19 @@ def _no_room(world: World, turn: turns.Turn, room: Room) -> Gate:
 
 
 def _choose(
-    world: World, turn: turns.Turn, roomy: list[Engine], tasks: frozenset[TaskType], closed: Gate
+    world: World,
+    turn: turns.Turn,
+    roomy: list[Engine],
+    tasks: frozenset[TaskType],
+    closed: Gate,
+    spaces: Spaces,
 ) -> tuple[_Look | None, Gate]:
     """The best pair of a bounded number of entries and engines; None and the last closed gate where nothing may start.
 
     Entries are taken in the order of the best score they could have on any engine, until no other can beat the best pair: gates
     are asked and engines scored for a few of them only.
     """
-    look = _Look(world, turn, roomy)
+    look = _Look(world, turn, roomy, spaces)
     seen: set[int] = set()
     ledger = turn.run.ledger
     owed: frozenset[TaskType] = frozenset()
@@ -423,9 +455,9 @@ def _open_engines(
     """
     closed = Gate.NO_ENGINE
     open_to: list[tuple[Engine, int]] = []
-    holding = look.holding(entry.hits) if look.by_key else []
-    others = look.emptiest_first(roomy) if look.by_key else roomy
-    for asked, until_first in ((holding, False), (others, bool(look.by_key))):
+    holding = look.holding(entry.hits) if look.many else []
+    others = look.emptiest_first(roomy) if look.many else roomy
+    for asked, until_first in ((holding, False), (others, look.many)):
         for engine in asked:
             if until_first and engine in holding:
                 continue

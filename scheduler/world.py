@@ -32,6 +32,8 @@ from rolloutd.scheduler.states import SHORT_TASKS, Code, Gate, RolloutClass, Rol
 from rolloutd.scheduler.timers import Timers
 from rolloutd.scheduler.views import Decision, DecisionKind
 
+MOST_POOLS = 1024  # lists of engines remembered by run, pool and labels
+
 
 def largest(limits: Iterable[int]) -> int:
     """The largest of several engines' limits, where 0 means that an engine has none or does not say."""
@@ -58,6 +60,8 @@ class World:
         self.decisions: deque[Decision] = deque(maxlen=config.queue.decision_ring)
         self.gates: Counter[Gate] = Counter()
         self.fleet_mark = 0  # grows when an engine joins (again), drains, is lost or found, is removed or forgotten
+        self._pools: dict[tuple[str, str, tuple[tuple[str, str], ...]], list[Engine]] = {}  # as of `_pools_mark`
+        self._pools_mark = -1
         self.leaving: dict[str, Engine] = {}  # removed and not forgotten yet: attempts still run there
         self.dirty = False  # something changed that scheduling could use
         self.shutting_down = False
@@ -165,7 +169,18 @@ class World:
         )
 
     def pool_engines(self, run: Run, pool: str, labels: Mapping[str, str]) -> list[Engine]:
-        return [engine for engine in self.engines.values() if self.serves(engine, run, pool, labels)]
+        """Engines that may ever run such work; looked up again when engines came or went."""
+        if self._pools_mark != self.fleet_mark:
+            self._pools.clear()
+            self._pools_mark = self.fleet_mark
+        key = (run.run_id, pool, tuple(sorted(labels.items())))
+        found = self._pools.get(key)
+        if found is None:
+            if len(self._pools) >= MOST_POOLS:
+                self._pools.clear()
+            found = [engine for engine in self.engines.values() if self.serves(engine, run, pool, labels)]
+            self._pools[key] = found
+        return found
 
     def longest_prompt(self, run: Run, pool: str, labels: Mapping[str, str]) -> int:
         """Tokens of the longest prompt that some engine of the pool takes; 0 where one has no limit or does not say."""
