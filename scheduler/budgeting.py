@@ -156,10 +156,10 @@ def note_stalled(world: World, run: Run) -> bool:
     trainer syncs, another ceiling is reached. True when that changed.
     """
     ledger = run.ledger
+    if not ledger.owes() and not ledger.stalled_classes and not ledger.stalled_tasks:
+        return False
     classes = {one for one in ledger.floor_classes if ledger.class_owed(one)}
     tasks = {one for one in ledger.floor_tasks if ledger.task_owed(one)}
-    if not classes and not tasks and not ledger.stalled_classes and not ledger.stalled_tasks:
-        return False
     if classes or tasks:
         for (pool, rollout_class, _), backlog in run.backlogs.items():
             if backlog.count and _may_start(world, run, pool, rollout_class):

@@ -152,8 +152,8 @@ class Engine:
         free = self.facts.slots - self.slots_used
         if short:
             return free
-        if self.facts.slots >= MIN_SLOTS_FOR_RESERVE:
-            free -= max(0, reserved_short - self.short_used)
+        if reserved_short > self.short_used and self.facts.slots >= MIN_SLOTS_FOR_RESERVE:
+            free -= reserved_short - self.short_used
         return free if self.limit is None else min(free, self.limit - self.slots_used)
 
     def fill(self) -> float:

@@ -88,6 +88,16 @@ class Ledger:
         missing = self._task_quotas[task_type].floor_rollouts - self.task_running[task_type]
         return min(missing, self.task_queued[task_type]) if missing > 0 else 0
 
+    def owes(self) -> bool:
+        """Whether any class or task type is below its floor and could run."""
+        for one in self.floor_classes:
+            if self.class_queued[one] and self.class_running[one] < self._class_quotas[one].floor_rollouts:
+                return True
+        for other in self.floor_tasks:
+            if self.task_queued[other] and self.task_running[other] < self._task_quotas[other].floor_rollouts:
+                return True
+        return False
+
     def class_open(self, rollout_class: RolloutClass) -> bool:
         """Whether the class is below its own ceiling."""
         limit = self._class_quotas[rollout_class].max_rollouts

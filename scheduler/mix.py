@@ -39,13 +39,14 @@ class Window:
 
 
 class Mix:
-    __slots__ = ("_max_strata", "_outputs", "_strata", "consumed", "dispatched", "target")
+    __slots__ = ("_max_strata", "_outputs", "_strata", "consumed", "dispatched", "target", "_shares")
 
     def __init__(self, target: Mapping[str, float], max_strata: int) -> None:
         self.target = dict(target)
         self._max_strata = max_strata
         self._strata: set[str] = set(target)
         self.dispatched = Window()
+        self._shares: dict[str, tuple[float, float]] = {}  # what `shares` found since the last dispatch
         self.consumed = Window()
         self._outputs = Window()
 
@@ -56,6 +57,7 @@ class Mix:
         if len(self._strata) >= self._max_strata:
             return OTHER
         self._strata.add(stratum)
+        self._shares.clear()
         return stratum
 
     def target_share(self, stratum: str) -> float:
@@ -70,10 +72,14 @@ class Mix:
 
     def shares(self, stratum: str) -> tuple[float, float]:
         """(share of what was dispatched lately, target share)."""
-        dispatched = self.dispatched
-        count = dispatched.counts.get(stratum, 0)
-        target = self.target_share(stratum) if self.target else 1.0 / max(1, len(self._strata))
-        return count / max(1, len(dispatched)), target
+        shares = self._shares.get(stratum)
+        if shares is None:
+            shares = self._shares[stratum] = (self.dispatched_share(stratum), self.target_share(stratum))
+        return shares
+
+    def note_dispatched(self, stratum: str) -> None:
+        self.dispatched.add(stratum)
+        self._shares.clear()
 
     def note_output(self, fingerprint: int) -> None:
         self._outputs.add(str(fingerprint))

@@ -380,7 +380,8 @@ def _looks(
     weight = next(weight for weight, score in look.entry_terms if score is diversity.score)
 
     def lane_bonus(stratum: str) -> float:
-        return weight * diversity.missing(mix.target_share(stratum), mix.dispatched_share(stratum))
+        share, target = mix.shares(stratum)
+        return weight * diversity.missing(target, share)
 
     keys = [engine.cache_key for engine in roomy]
     keepers = [engine.reserved_for for engine in roomy if engine.reserved_for is not None]
@@ -545,7 +546,7 @@ def _dispatch(world: World, look: _Look, batch_id: int) -> None:
     arm_timer(world, rollout)
     attempt.charged_tokens = expected + entry.prompt_tokens - predicted
     turns.charge(run, entry.pool, attempt.charged_tokens, entry.short)
-    run.mix.dispatched.add(entry.stratum)
+    run.mix.note_dispatched(entry.stratum)
     run.no_capacity_since = None
     world.dispatched_total += 1
     if text is None and predicted + world.config.queue.min_shared_tokens <= entry.prompt_tokens:
