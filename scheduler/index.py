@@ -115,38 +115,36 @@ class PrefixIndex(PrefixForest):
             return []
         live = self._live
         page = self._page_bytes
-        node: Node = root
-        start = end = 0
-        child = root.children.get(tokens[:page])
-        while child is not None and child.mask & live:
-            node = child
-            edge = node.edge
-            start = end
-            if not tokens.startswith(edge, start):
-                end += common_bytes(edge, tokens, start, min(len(edge), len(tokens) - start), page)
+        path: list[Node] = []
+        found: list[tuple[int, int]] = []
+        end = last = 0
+        children = root.children
+        while (child := children.get(tokens[end : end + page])) is not None:
+            mask = child.mask & live
+            if mask != last:
+                if not mask:
+                    break
+                if last:
+                    found.append((last, end // TOKEN_BYTES))
+                last = mask
+            path.append(child)
+            edge = child.edge
+            if not tokens.startswith(edge, end):
+                end += common_bytes(edge, tokens, end, min(len(edge), len(tokens) - end), page)
                 break
             end += len(edge)
-            child = node.children.get(tokens[end : end + page])
-        if node is root:
-            return []
-        found: list[tuple[int, int]] = []
-        last = 0
+            children = child.children
+        if not last:
+            return found
+        found.append((last, end // TOKEN_BYTES))
+        found.reverse()
         if touch:
             self._tick = tick = self._tick + 1
             to_end = self._lru.move_to_end
-        parent = node.parent
-        while parent is not None:
-            if touch:
+            path.reverse()
+            for node in path:
                 to_end(node)
                 node.stamp = tick
-            mask = node.mask & live
-            if mask != last:
-                found.append((mask, end // TOKEN_BYTES))
-                last = mask
-            node = parent
-            end = start
-            start -= len(node.edge)
-            parent = node.parent
         return found
 
     def matched(self, segments: list[tuple[int, int]], bit: int) -> int:
@@ -158,17 +156,34 @@ class PrefixIndex(PrefixForest):
                     return tokens - tokens % holder.unit_tokens
         return 0
 
+    def hits_on(self, segments: list[tuple[int, int]], engines: int) -> dict[str, int]:
+        """{engine: tokens held} among the engines whose bits are in `engines`, as `match` counts them, longest first.
+
+        The work is in proportion to the engines asked for, not to those hit: a mask of the engines with a free slot
+        costs a fraction of `match`. Bits of engines that are gone are passed over.
+        """
+        hits = {}
+        rest = engines & self._live
+        for mask, length in segments:
+            fresh = mask & rest
+            if not fresh:
+                continue
+            if length % self._every_unit_tokens:
+                for holder in self._holders(fresh):
+                    hit = length - length % holder.unit_tokens
+                    if hit:
+                        hits[holder.name] = hit
+            else:
+                for holder in self._holders(fresh):
+                    hits[holder.name] = length
+            rest ^= fresh
+            if not rest:
+                break
+        return hits
+
     def match(self, namespace: Namespace, tokens: bytes, touch: bool = True) -> dict[str, int]:
         """{engine: tokens held}, in whole pages of both the index and the engine; engines without a hit are left out."""
-        hits = {}
-        seen = 0
-        for mask, length in self.segments(namespace, tokens, touch):
-            for holder in self._holders(mask & ~seen):
-                hit = length - length % holder.unit_tokens
-                if hit:
-                    hits[holder.name] = hit
-            seen = mask
-        return hits
+        return self.hits_on(self.segments(namespace, tokens, touch), self._live)
 
     # ---- credit
 
@@ -309,13 +324,26 @@ class PrefixIndex(PrefixForest):
     def _make_room(self) -> None:
         """Hold the bound: dead nodes, then what a bounded piece of the pass finds, then the least recent leaves."""
         while self._bytes > self.max_bytes:
-            if self._free_dead_node():
+            if (self._dead_roots or self._dead_stack) and self._free_dead_node():
                 continue
-            for _ in range(PASS_NODES_PER_EVICTION):
-                if not self._clean_node():
-                    break
+            if self._doomed:
+                for _ in range(PASS_NODES_PER_EVICTION):
+                    if not self._clean_node():
+                        break
             if self._bytes > self.max_bytes:
                 self._remove(next(iter(self._lru)))
+
+    def evict(self, max_nodes: int) -> int:
+        """Give up to `max_nodes` nodes back: dead ones, then the least recently used ends. Returns how many there were.
+
+        Where an end goes, stems that nobody holds any more go with it, uncounted.
+        """
+        evicted = 0
+        while evicted < max_nodes and self._lru:
+            if not self._free_dead_node():
+                self._remove(next(iter(self._lru)))
+            evicted += 1
+        return evicted
 
     def _free_dead_node(self) -> bool:
         """Free one node of a dead tree (or its root); False when there is none."""

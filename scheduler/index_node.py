@@ -68,8 +68,14 @@ class Engine:
 
 
 def common_bytes(edge: bytes, tokens: bytes, start: int, limit: int, page_bytes: int) -> int:
-    """Length of the common prefix of `edge` and `tokens[start:start + limit]` in whole pages; the first page is equal."""
-    low, high = 1, limit // page_bytes
+    """Length of the common prefix of `edge` and `tokens[start:start + limit]` in whole pages.
+
+    The first page is known to be equal, the whole of `edge` not to be.
+    """
+    whole = limit - limit % page_bytes
+    if whole < len(edge) and tokens.startswith(edge[:whole], start):
+        return whole  # most often `tokens` just ends inside the edge
+    low, high = 1, whole // page_bytes - 1
     while low < high:
         middle = (low + high + 1) // 2
         if tokens.startswith(edge[low * page_bytes : middle * page_bytes], start + low * page_bytes):
