@@ -4,7 +4,8 @@ How the figures are taken
 - `match_us`: 4,096 known tokens through `segments`, in distinct queries in random order, so neither the query nor its path is
   in a near cache. Versions are looked up newest first until one covers the query, as PROTOTYPES has it; the clock runs over
   all of them. `match_dict_us` is the same through `match`, `match_one_engine_us` with `hits_on` for one engine,
-  `match_partial_us` where the query leaves the known path at a random page.
+  `match_partial_us` where the query leaves the known path at a random page. `compare_us` compares a query with its pieces in
+  a list and does nothing else: what this machine, as busy as it is, asks for the bytes alone.
 - `insert_us`: 56 new pages behind a random page of a known path, at the memory bound, so that it evicts. `..._with_room` does
   not. `evict_us`: one least recent end. `..._by_fill`: with 10, 50 and 100 per cent of the shape in the index, the bound
   (where it binds) at what is in it.
@@ -43,7 +44,8 @@ _T = TypeVar("_T")
 Figures = dict[str, object]
 
 ROUNDS = 7
-QUERIES = 1_000
+QUERIES = 400  # as in PROTOTYPES: 13 MB of queries and what they are compared with; more of them measure the memory
+MATCH_ROUNDS = 4  # per round of the others: a match changes nothing, and takes a tenth of the time
 OPERATIONS = 100  # per round; few, so that the rounds leave even a tenth of a shape mostly as it was
 SWEEP_REPEATS = 3
 FILL_PERCENT = (10, 50, 100)
@@ -112,6 +114,22 @@ def look_up_one(index: PrefixIndex, path: Path, flag: int) -> int:
     return max(max(index.hits_on(segments, flag).values(), default=0) for segments in look_up(index, path))
 
 
+def pieces_of(index: PrefixIndex, path: Path) -> list[bytes]:
+    """The query cut where the engines that hold it change, in copies of their own."""
+    ends = sorted(length * 4 for _, length in index.segments(path.home, path.tokens))
+    return [path.tokens[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def compare(pair: tuple[bytes, list[bytes]]) -> bool:
+    tokens, pieces = pair
+    start = 0
+    for piece in pieces:
+        if not tokens.startswith(piece, start):
+            return False
+        start += len(piece)
+    return True
+
+
 def measure_matches(shape: Shape, index: PrefixIndex, rounds: int) -> Figures:
     known = shape.queries(QUERIES, seed=1)
     rng = random.Random(2)
@@ -122,6 +140,7 @@ def measure_matches(shape: Shape, index: PrefixIndex, rounds: int) -> Figures:
         path._replace(tokens=path.tokens[: cut * PAGE_BYTES] + pages_of(len(path.tokens) // PAGE_BYTES - cut, source))
         for path, cut in zip(known, cuts, strict=True)
     ]
+    pairs = [(path.tokens, pieces_of(index, path)) for path in known]
     gc.collect()
     gc.freeze()
     one = 1 << (index.bit(known[0].engine) or 0)
@@ -129,6 +148,7 @@ def measure_matches(shape: Shape, index: PrefixIndex, rounds: int) -> Figures:
     as_dict = best(timed(known, partial(look_up_dict, index)) for _ in range(rounds))
     for_one = best(timed(known, lambda path: look_up_one(index, path, one)) for _ in range(rounds))
     partly = best(timed(parted, partial(look_up, index)) for _ in range(rounds))
+    compared = best(timed(pairs, compare) for _ in range(rounds))
     gc.unfreeze()
     by_lookups = {
         str(count): p50([taken for taken, n in zip(segments, lookups, strict=True) if n == count])
@@ -142,6 +162,7 @@ def measure_matches(shape: Shape, index: PrefixIndex, rounds: int) -> Figures:
         "match_dict_us_p99": p99(as_dict),
         "match_one_engine_us_p50": p50(for_one),
         "match_partial_us_p50": p50(partly),
+        "compare_us_p50": p50(compared),
     }
 
 
@@ -214,7 +235,7 @@ def measure(shape: Shape, rounds: int = ROUNDS) -> Figures:
         index = shape.empty_index()
         shape.fill(index, families)
         if percent == 100:
-            figures |= measure_matches(shape, index, rounds)
+            figures |= measure_matches(shape, index, rounds * MATCH_ROUNDS)
         changes[str(percent)] = measure_changes(shape, index, families, rounds)
         del index
     figures["insert_us_p50"], figures["insert_with_room_us_p50"], figures["evict_us_p50"] = changes["100"]

@@ -114,13 +114,14 @@ class PrefixIndex(PrefixForest):
         if root is None:
             return []
         live = self._live
+        clean = not self._doomed  # then masks have live bits only
         page = self._page_bytes
         path: list[Node] = []
         found: list[tuple[int, int]] = []
         end = last = 0
         children = root.children
         while (child := children.get(tokens[end : end + page])) is not None:
-            mask = child.mask & live
+            mask = child.mask if clean else child.mask & live
             if mask != last:
                 if not mask:
                     break
@@ -314,11 +315,15 @@ class PrefixIndex(PrefixForest):
 
     # ---- giving memory back
 
-    def sweep(self, max_nodes: int) -> int:
-        """Up to `max_nodes` steps of clean-up, dead namespaces first; returns the steps done, 0 when all is clean."""
+    def sweep(self, max_steps: int) -> int:
+        """Clean up, dead namespaces first, in about `max_steps` steps; returns the steps done, 0 when all is clean.
+
+        A step is a node, or a node's entry in the order of one capped engine, so that the time of a step is bounded
+        whatever the number of engines. The last node may take the sum over `max_steps` by its entries.
+        """
         steps = 0
-        while steps < max_nodes and (self._free_dead_node() or self._clean_node()):
-            steps += 1
+        while steps < max_steps and (done := self._free_dead_node() or self._clean_node()):
+            steps += done
         return steps
 
     def _make_room(self) -> None:
@@ -345,15 +350,19 @@ class PrefixIndex(PrefixForest):
             evicted += 1
         return evicted
 
-    def _free_dead_node(self) -> bool:
-        """Free one node of a dead tree (or its root); False when there is none."""
+    def _free_dead_node(self) -> int:
+        """Free one node of a dead tree (or its root); returns the steps that took, 0 when there is none."""
         if self._dead_stack:
             node = self._dead_stack.pop()
             self._dead_stack.extend(node.children.values())
-            for holder in self._holders(node.mask & self._capped):
-                if node in holder.ends:
-                    del holder.ends[node]
-                    self._bytes -= END_BYTES
+            steps = 1
+            ending = node.ending & self._capped
+            if ending:
+                for holder in self._holders(ending):
+                    steps += 1
+                    if node in holder.ends:
+                        del holder.ends[node]
+                        self._bytes -= END_BYTES
             del self._lru[node]
             self._dead_nodes -= 1
             self._edge_bytes -= len(node.edge)
@@ -361,24 +370,24 @@ class PrefixIndex(PrefixForest):
             node.edge = b""
             node.parent = None
             node.children = NO_CHILDREN
-            return True
+            return steps
         if self._dead_roots:
             root = self._dead_roots.popleft()
             self._dead_stack.extend(root.children.values())
             self._bytes -= self._root_bytes(root)
             root.children = NO_CHILDREN
-            return True
-        return False
+            return 1
+        return 0
 
-    def _clean_node(self) -> bool:
-        """One visit of the pass that takes bits of absent engines off the trees; False when no pass is due.
+    def _clean_node(self) -> int:
+        """One visit of the pass that takes bits of absent engines off the trees; 0 when no pass is due, else 1.
 
         A pass visits every node that existed when it began, top down, without pruning: nodes made meanwhile are clean,
         and a node that was split or joined meanwhile is still reached, through itself or through what it points to.
         """
         if not self._pass_stack:
             if not self._doomed:
-                return False
+                return 0
             self._pass_mask = self._doomed
             self._pass_stack.extend(self._roots.values())
         if self._pass_stack:
@@ -389,7 +398,7 @@ class PrefixIndex(PrefixForest):
                     heappush(self._free_bits, bit)
             self._doomed &= ~self._pass_mask
             self._pass_mask = 0
-        return True
+        return 1
 
     def _visit(self, node: Node) -> None:
         if node.root.dead:
@@ -401,6 +410,7 @@ class PrefixIndex(PrefixForest):
                 self._bytes -= CREDIT_BYTES
         elif node.parent is not None:
             node.mask &= self._live
+            node.ending &= self._live
             if node.children:
                 self._merge_if_alike(node)
             elif not node.mask:

@@ -12,7 +12,7 @@ from typing import Final
 from rolloutd.scheduler.index_base import TOKEN_BYTES, Namespace
 
 # Memory beside the tokens themselves, measured with tracemalloc on CPython 3.11 (`test_accounting_follows_tracemalloc`).
-NODE_BYTES: Final = 420  # node, its place in the LRU, its key and entry in the parent, headers, half a dict of children
+NODE_BYTES: Final = 440  # node, its place in the LRU, its key and entry in the parent, headers, half a dict of children
 NAMESPACE_BYTES: Final = 550  # root, its dicts, the tuple and its entry
 CREDIT_BYTES: Final = 60  # one (namespace, engine) counter
 END_BYTES: Final = 90  # one entry in the order of a capped engine
@@ -24,7 +24,7 @@ NO_CHILDREN: Final[dict[bytes, Node]] = {}
 class Node:
     """One edge of the tree, held as a whole by each engine whose bit is in `mask`."""
 
-    __slots__ = ("children", "edge", "mask", "parent", "root", "stamp")
+    __slots__ = ("children", "edge", "ending", "mask", "parent", "root", "stamp")
 
     def __init__(self, edge: bytes, parent: Node | None, root: Root, mask: int, stamp: int) -> None:
         self.edge = edge  # whole pages of token bytes; never a view on a larger buffer
@@ -33,6 +33,7 @@ class Node:
         self.root = root  # a root is its own
         self.mask = mask  # may still carry bits of dropped engines; always read through the live mask
         self.stamp = stamp  # tick of the last touch
+        self.ending = 0  # bits of capped engines that may have the node in `ends`: far fewer than hold it
 
 
 class Root(Node):

@@ -158,12 +158,13 @@ class PrefixForest:
         del self._lru[upper]
         lower.root.nodes -= 1
         self._bytes -= NODE_BYTES
-        for holder in self._holders(lower.mask & self._capped):
+        for holder in self._holders(upper.ending & self._capped):
             if upper in holder.ends:
                 del holder.ends[upper]
                 self._bytes -= END_BYTES
                 if lower not in holder.ends:
                     holder.ends[lower] = None
+                    lower.ending |= holder.flag
                     self._bytes += END_BYTES
 
     def _merge_if_alike(self, upper: Node) -> None:
@@ -256,6 +257,7 @@ class PrefixForest:
             self._bytes += END_BYTES
         holder.ends[node] = None
         holder.ends.move_to_end(node)
+        node.ending |= holder.flag
 
     def _end_moves_up(self, holder: Engine, node: Node, parent: Node) -> None:
         """The engine loses `node`, so its credit may now end at the parent: which is no more recent than all others."""
@@ -266,6 +268,7 @@ class PrefixForest:
         if parent.parent is not None and parent not in ends:
             ends[parent] = None
             ends.move_to_end(parent, last=False)
+            parent.ending |= holder.flag
             self._bytes += END_BYTES
 
     def _drop_oldest_credit(self, holder: Engine) -> None:
