@@ -48,7 +48,7 @@ QUERIES = 400  # as in PROTOTYPES: 13 MB of queries and what they are compared w
 MATCH_ROUNDS = 4  # per round of the others: a match changes nothing, and takes a tenth of the time
 OPERATIONS = 100  # per round; few, so that the rounds leave even a tenth of a shape mostly as it was
 SWEEP_REPEATS = 3
-FILL_PERCENT = (10, 50, 100)
+FILL_PERCENT = (100, 50, 10)  # the whole shape first, into a heap without holes
 BARS = {
     "match_us_p50": "A < 7, B < 10",
     "insert_us_p50_by_fill": "flat",
@@ -85,10 +85,11 @@ def p99(taken: list[float]) -> float:
 def look_up(index: PrefixIndex, path: Path) -> list[list[tuple[int, int]]]:
     """Segments per version looked up, newest first, up to the first version that covers the query."""
     looked_up = []
+    tokens = path.tokens
     for namespace in path.namespaces:
-        segments = index.segments(namespace, path.tokens)
+        segments = index.segments(namespace, tokens)
         looked_up.append(segments)
-        if segments and segments[0][1] * 4 == len(path.tokens):
+        if segments and segments[0][1] * 4 == len(tokens):
             break
     return looked_up
 
@@ -197,8 +198,8 @@ def measure_sweeps(shape: Shape) -> list[float]:
     taken = []
     for engine in range(0, ENGINES, 8):
         index.drop_engine(f"engine-{engine}/0")
-    for leave in (lambda: 0, lambda: index.drop_owner("run")):
-        leave()
+    for owner in ("nobody", "run"):
+        index.drop_owner(owner)
         steps = 1
         while steps:
             start = time.perf_counter()
@@ -240,7 +241,7 @@ def measure(shape: Shape, rounds: int = ROUNDS) -> Figures:
         del index
     figures["insert_us_p50"], figures["insert_with_room_us_p50"], figures["evict_us_p50"] = changes["100"]
     for place, name in enumerate(("insert", "insert_with_room", "evict")):
-        figures[f"{name}_us_p50_by_fill"] = {percent: taken[place] for percent, taken in changes.items()}
+        figures[f"{name}_us_p50_by_fill"] = {percent: changes[percent][place] for percent in sorted(changes, key=int)}
     repeats = [measure_sweeps(shape) for _ in range(SWEEP_REPEATS)]
     figures["sweep_slice_max_ms"] = round(max(min(same) for same in zip(*repeats, strict=True)), 3)
     return figures | measure_memory(shape)
