@@ -114,39 +114,38 @@ class PrefixIndex(PrefixForest):
         if root is None:
             return []
         live = self._live
+        clean = not self._doomed  # then masks have live bits only
         page = self._page_bytes
-        node: Node = root
-        start = end = 0
-        child = root.children.get(tokens[:page])
-        while child is not None and child.mask & live:
-            node = child
-            edge = node.edge
-            start = end
-            if not tokens.startswith(edge, start):
-                end += common_bytes(edge, tokens, start, min(len(edge), len(tokens) - start), page)
+        path: list[Node] = []
+        found: list[tuple[int, int]] = []
+        end = last = 0
+        children = root.children
+        while (child := children.get(tokens[end : end + page])) is not None:
+            mask = child.mask if clean else child.mask & live
+            if mask != last:
+                if not mask:
+                    break
+                if last:
+                    found.append((last, end // TOKEN_BYTES))
+                last = mask
+            path.append(child)
+            edge = child.edge
+            if not tokens.startswith(edge, end):
+                end += common_bytes(edge, tokens, end, min(len(edge), len(tokens) - end), page)
                 break
             end += len(edge)
-            child = node.children.get(tokens[end : end + page])
-        if node is root:
-            return []
-        found: list[tuple[int, int]] = []
-        last = 0
+            children = child.children
+        if not last:
+            return found
+        found.append((last, end // TOKEN_BYTES))
+        found.reverse()
         if touch:
             self._tick = tick = self._tick + 1
             to_end = self._lru.move_to_end
-        parent = node.parent
-        while parent is not None:
-            if touch:
+            path.reverse()
+            for node in path:
                 to_end(node)
                 node.stamp = tick
-            mask = node.mask & live
-            if mask != last:
-                found.append((mask, end // TOKEN_BYTES))
-                last = mask
-            node = parent
-            end = start
-            start -= len(node.edge)
-            parent = node.parent
         return found
 
     def matched(self, segments: list[tuple[int, int]], bit: int) -> int:
@@ -158,17 +157,34 @@ class PrefixIndex(PrefixForest):
                     return tokens - tokens % holder.unit_tokens
         return 0
 
+    def hits_on(self, segments: list[tuple[int, int]], engines: int) -> dict[str, int]:
+        """{engine: tokens held} among the engines whose bits are in `engines`, as `match` counts them, longest first.
+
+        The work is in proportion to the engines asked for, not to those hit: a mask of the engines with a free slot
+        costs a fraction of `match`. Bits of engines that are gone are passed over.
+        """
+        hits = {}
+        rest = engines & self._live
+        for mask, length in segments:
+            fresh = mask & rest
+            if not fresh:
+                continue
+            if length % self._every_unit_tokens:
+                for holder in self._holders(fresh):
+                    hit = length - length % holder.unit_tokens
+                    if hit:
+                        hits[holder.name] = hit
+            else:
+                for holder in self._holders(fresh):
+                    hits[holder.name] = length
+            rest ^= fresh
+            if not rest:
+                break
+        return hits
+
     def match(self, namespace: Namespace, tokens: bytes, touch: bool = True) -> dict[str, int]:
         """{engine: tokens held}, in whole pages of both the index and the engine; engines without a hit are left out."""
-        hits = {}
-        seen = 0
-        for mask, length in self.segments(namespace, tokens, touch):
-            for holder in self._holders(mask & ~seen):
-                hit = length - length % holder.unit_tokens
-                if hit:
-                    hits[holder.name] = hit
-            seen = mask
-        return hits
+        return self.hits_on(self.segments(namespace, tokens, touch), self._live)
 
     # ---- credit
 
@@ -299,33 +315,54 @@ class PrefixIndex(PrefixForest):
 
     # ---- giving memory back
 
-    def sweep(self, max_nodes: int) -> int:
-        """Up to `max_nodes` steps of clean-up, dead namespaces first; returns the steps done, 0 when all is clean."""
+    def sweep(self, max_steps: int) -> int:
+        """Clean up, dead namespaces first, in about `max_steps` steps; returns the steps done, 0 when all is clean.
+
+        A step is a node, or a node's entry in the order of one capped engine, so that the time of a step is bounded
+        whatever the number of engines. The last node may take the sum over `max_steps` by its entries.
+        """
         steps = 0
-        while steps < max_nodes and (self._free_dead_node() or self._clean_node()):
-            steps += 1
+        while steps < max_steps and (done := self._free_dead_node() or self._clean_node()):
+            steps += done
         return steps
 
     def _make_room(self) -> None:
         """Hold the bound: dead nodes, then what a bounded piece of the pass finds, then the least recent leaves."""
         while self._bytes > self.max_bytes:
-            if self._free_dead_node():
+            if (self._dead_roots or self._dead_stack) and self._free_dead_node():
                 continue
-            for _ in range(PASS_NODES_PER_EVICTION):
-                if not self._clean_node():
-                    break
+            if self._doomed:
+                for _ in range(PASS_NODES_PER_EVICTION):
+                    if not self._clean_node():
+                        break
             if self._bytes > self.max_bytes:
                 self._remove(next(iter(self._lru)))
 
-    def _free_dead_node(self) -> bool:
-        """Free one node of a dead tree (or its root); False when there is none."""
+    def evict(self, max_nodes: int) -> int:
+        """Give up to `max_nodes` nodes back: dead ones, then the least recently used ends. Returns how many there were.
+
+        Where an end goes, stems that nobody holds any more go with it, uncounted.
+        """
+        evicted = 0
+        while evicted < max_nodes and self._lru:
+            if not self._free_dead_node():
+                self._remove(next(iter(self._lru)))
+            evicted += 1
+        return evicted
+
+    def _free_dead_node(self) -> int:
+        """Free one node of a dead tree (or its root); returns the steps that took, 0 when there is none."""
         if self._dead_stack:
             node = self._dead_stack.pop()
             self._dead_stack.extend(node.children.values())
-            for holder in self._holders(node.mask & self._capped):
-                if node in holder.ends:
-                    del holder.ends[node]
-                    self._bytes -= END_BYTES
+            steps = 1
+            ending = node.ending & self._capped
+            if ending:
+                for holder in self._holders(ending):
+                    steps += 1
+                    if node in holder.ends:
+                        del holder.ends[node]
+                        self._bytes -= END_BYTES
             del self._lru[node]
             self._dead_nodes -= 1
             self._edge_bytes -= len(node.edge)
@@ -333,24 +370,24 @@ class PrefixIndex(PrefixForest):
             node.edge = b""
             node.parent = None
             node.children = NO_CHILDREN
-            return True
+            return steps
         if self._dead_roots:
             root = self._dead_roots.popleft()
             self._dead_stack.extend(root.children.values())
             self._bytes -= self._root_bytes(root)
             root.children = NO_CHILDREN
-            return True
-        return False
+            return 1
+        return 0
 
-    def _clean_node(self) -> bool:
-        """One visit of the pass that takes bits of absent engines off the trees; False when no pass is due.
+    def _clean_node(self) -> int:
+        """One visit of the pass that takes bits of absent engines off the trees; 0 when no pass is due, else 1.
 
         A pass visits every node that existed when it began, top down, without pruning: nodes made meanwhile are clean,
         and a node that was split or joined meanwhile is still reached, through itself or through what it points to.
         """
         if not self._pass_stack:
             if not self._doomed:
-                return False
+                return 0
             self._pass_mask = self._doomed
             self._pass_stack.extend(self._roots.values())
         if self._pass_stack:
@@ -361,7 +398,7 @@ class PrefixIndex(PrefixForest):
                     heappush(self._free_bits, bit)
             self._doomed &= ~self._pass_mask
             self._pass_mask = 0
-        return True
+        return 1
 
     def _visit(self, node: Node) -> None:
         if node.root.dead:
@@ -373,6 +410,7 @@ class PrefixIndex(PrefixForest):
                 self._bytes -= CREDIT_BYTES
         elif node.parent is not None:
             node.mask &= self._live
+            node.ending &= self._live
             if node.children:
                 self._merge_if_alike(node)
             elif not node.mask:

@@ -64,6 +64,7 @@ def check_index(index: PrefixIndex) -> None:
         )
         assert holder.max_tokens or not holder.ends, f"{name} has no cap but an order"
         assert seen >= holder.ends.keys(), f"{name}: its order names nodes that are gone"
+        assert all(node.ending & holder.flag for node in holder.ends), f"{name}: nodes that do not know of its order"
         total_bytes += END_BYTES * len(holder.ends)
     assert index._bytes == total_bytes, f"{index._bytes} bytes counted, {total_bytes} found"
     assert index._bytes <= index.max_bytes, f"{index._bytes} bytes, bound {index.max_bytes}"

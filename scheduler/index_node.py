@@ -12,7 +12,7 @@ from typing import Final
 from rolloutd.scheduler.index_base import TOKEN_BYTES, Namespace
 
 # Memory beside the tokens themselves, measured with tracemalloc on CPython 3.11 (`test_accounting_follows_tracemalloc`).
-NODE_BYTES: Final = 420  # node, its place in the LRU, its key and entry in the parent, headers, half a dict of children
+NODE_BYTES: Final = 440  # node, its place in the LRU, its key and entry in the parent, headers, half a dict of children
 NAMESPACE_BYTES: Final = 550  # root, its dicts, the tuple and its entry
 CREDIT_BYTES: Final = 60  # one (namespace, engine) counter
 END_BYTES: Final = 90  # one entry in the order of a capped engine
@@ -24,7 +24,7 @@ NO_CHILDREN: Final[dict[bytes, Node]] = {}
 class Node:
     """One edge of the tree, held as a whole by each engine whose bit is in `mask`."""
 
-    __slots__ = ("children", "edge", "mask", "parent", "root", "stamp")
+    __slots__ = ("children", "edge", "ending", "mask", "parent", "root", "stamp")
 
     def __init__(self, edge: bytes, parent: Node | None, root: Root, mask: int, stamp: int) -> None:
         self.edge = edge  # whole pages of token bytes; never a view on a larger buffer
@@ -33,6 +33,7 @@ class Node:
         self.root = root  # a root is its own
         self.mask = mask  # may still carry bits of dropped engines; always read through the live mask
         self.stamp = stamp  # tick of the last touch
+        self.ending = 0  # bits of capped engines that may have the node in `ends`: far fewer than hold it
 
 
 class Root(Node):
@@ -68,8 +69,14 @@ class Engine:
 
 
 def common_bytes(edge: bytes, tokens: bytes, start: int, limit: int, page_bytes: int) -> int:
-    """Length of the common prefix of `edge` and `tokens[start:start + limit]` in whole pages; the first page is equal."""
-    low, high = 1, limit // page_bytes
+    """Length of the common prefix of `edge` and `tokens[start:start + limit]` in whole pages.
+
+    The first page is known to be equal, the whole of `edge` not to be.
+    """
+    whole = limit - limit % page_bytes
+    if whole < len(edge) and tokens.startswith(edge[:whole], start):
+        return whole  # most often `tokens` just ends inside the edge
+    low, high = 1, whole // page_bytes - 1
     while low < high:
         middle = (low + high + 1) // 2
         if tokens.startswith(edge[low * page_bytes : middle * page_bytes], start + low * page_bytes):

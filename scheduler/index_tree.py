@@ -6,6 +6,7 @@ This module knows nothing of policy versions and does not decide what to evict.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from heapq import heappop
 
@@ -21,8 +22,9 @@ from rolloutd.scheduler.index_node import (
     Root,
 )
 
-# Distinct masks whose engines are remembered; masks repeat a lot, and decoding one of 48 engines takes 8 us.
-MAX_CACHED_MASKS = 4096
+# Distinct masks whose engines are remembered; masks repeat a lot, and decoding one of 48 engines takes 8 us. Deep chains
+# that wander over 64 engines have some 10,000; an entry is about 250 bytes.
+MAX_CACHED_MASKS = 16_384
 
 
 class PrefixForest:
@@ -44,6 +46,7 @@ class PrefixForest:
         self._capped = 0  # those of them that have a cap
         self._doomed = 0  # bits of engines that are gone, not cleaned off the trees yet
         self._holders_by_mask: dict[int, tuple[Engine, ...]] = {}
+        self._every_unit_tokens = page_tokens  # a multiple of what each engine can be credited in; grows, at most
 
     # ---- engines
 
@@ -56,6 +59,7 @@ class PrefixForest:
         holder = Engine(name, bit, page_tokens, max_tokens, self.page_tokens)
         self._engines[name] = self._by_bit[bit] = holder
         self._live |= holder.flag
+        self._every_unit_tokens = math.lcm(self._every_unit_tokens, holder.unit_tokens)
         if max_tokens:
             self._capped |= holder.flag
         return holder
@@ -154,12 +158,13 @@ class PrefixForest:
         del self._lru[upper]
         lower.root.nodes -= 1
         self._bytes -= NODE_BYTES
-        for holder in self._holders(lower.mask & self._capped):
+        for holder in self._holders(upper.ending & self._capped):
             if upper in holder.ends:
                 del holder.ends[upper]
                 self._bytes -= END_BYTES
                 if lower not in holder.ends:
                     holder.ends[lower] = None
+                    lower.ending |= holder.flag
                     self._bytes += END_BYTES
 
     def _merge_if_alike(self, upper: Node) -> None:
@@ -252,6 +257,7 @@ class PrefixForest:
             self._bytes += END_BYTES
         holder.ends[node] = None
         holder.ends.move_to_end(node)
+        node.ending |= holder.flag
 
     def _end_moves_up(self, holder: Engine, node: Node, parent: Node) -> None:
         """The engine loses `node`, so its credit may now end at the parent: which is no more recent than all others."""
@@ -262,6 +268,7 @@ class PrefixForest:
         if parent.parent is not None and parent not in ends:
             ends[parent] = None
             ends.move_to_end(parent, last=False)
+            parent.ending |= holder.flag
             self._bytes += END_BYTES
 
     def _drop_oldest_credit(self, holder: Engine) -> None:

@@ -200,6 +200,49 @@ def test_sweep_is_bounded_and_says_when_it_is_done() -> None:
     assert index.sweep(1_000) == 0
 
 
+def test_a_sweep_counts_entries_in_the_orders_of_capped_engines() -> None:
+    """A node that many capped engines end at is many steps, so a slice of steps has a bounded time."""
+    names = [f"e{number}" for number in range(20)]
+    index = index_of(*names, max_tokens=10_000)
+    for token in range(10):
+        for name in names:
+            index.insert(SPACE, run_of(token, 32), name)
+    index.drop_owner("run")
+    assert index.sweep(1) == 1  # the root
+    assert index.sweep(1) == 1 + len(names)
+    assert index.statistics().dead_nodes == 9
+    sweep_all(index)
+    assert index.statistics().bytes == 0
+
+
+def test_evict_takes_the_least_recent_ends_dead_ones_first() -> None:
+    index = index_of("a")
+    for token in range(1, 4):
+        index.insert(SPACE, run_of(token, 32), "a")
+    index.insert(SPACE._replace(owner="old"), run_of(9, 32), "a")
+    index.drop_owner("old")
+    index.match(SPACE, run_of(1, 32))
+    assert index.evict(3) == 3  # the dead root and its node, then one end
+    index.check()
+    held = [index.match(SPACE, run_of(token, 32), touch=False) for token in range(1, 4)]
+    assert held == [{"a": 32}, {}, {"a": 32}]
+    assert index.evict(10) == 2
+    assert index.statistics().bytes == 0
+
+
+def test_hits_on_asks_only_for_some_engines() -> None:
+    index = PrefixIndex(UNBOUNDED)
+    bits = [index.add_engine(name, page) for name, page in (("a", 16), ("b", 64), ("c", 16))]
+    for engine, length in (("a", 96), ("b", 64), ("c", 48)):
+        index.insert(SPACE, run_of(1, length), engine)
+    segments = index.segments(SPACE, run_of(1, 96))
+    assert index.hits_on(segments, 1 << bits[1] | 1 << bits[2]) == {"b": 64, "c": 48}
+    assert list(index.hits_on(segments, -1)) == ["a", "b", "c"]  # longest first
+    assert index.match(SPACE, run_of(1, 48)) == {"a": 48, "c": 48}  # not a page of b
+    index.drop_engine("b")
+    assert index.hits_on(segments, 1 << bits[1]) == {}
+
+
 def test_more_than_sixty_four_engines() -> None:
     names = [f"e{number}" for number in range(130)]
     index = index_of(*names)

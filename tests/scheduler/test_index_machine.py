@@ -107,9 +107,10 @@ class _Mirrored(RuleBasedStateMachine):
         self.index.drop_owner(owner)
         self.twin.drop_owner(owner)
 
-    @rule(max_nodes=st.integers(0, 7))
-    def sweep(self, max_nodes: int) -> None:
-        assert self.index.sweep(max_nodes) <= max_nodes
+    @rule(max_steps=st.integers(0, 7))
+    def sweep(self, max_steps: int) -> None:
+        steps = self.index.sweep(max_steps)
+        assert steps <= max_steps + len(ENGINES) if max_steps else steps == 0
 
     def compare(self, namespace: Namespace, tokens: bytes, touch: bool = True) -> None:
         expected = self.twin.match(namespace, tokens)
@@ -117,6 +118,13 @@ class _Mirrored(RuleBasedStateMachine):
         matched = {engine: self.index.matched(segments, bit) for engine, bit in self.bits.items()}
         found = self.index.match(namespace, tokens, touch=False)
         assert {engine: hit for engine, hit in matched.items() if hit} == found
+        for step in (1, 2):
+            some = list(self.bits)[::step]
+            expected_some = {engine: found[engine] for engine in some if engine in found}
+            assert self.index.hits_on(segments, sum(1 << self.bits[engine] for engine in some)) == expected_some
+        assert all(
+            self.index.hits_on(segments, 1 << bit).get(name, 0) == matched[name] for name, bit in self.bits.items()
+        )
         for (mask, length), (next_mask, next_length) in itertools.pairwise(segments):
             assert length > next_length and mask != next_mask and mask & ~next_mask == 0
         if self.exact:
@@ -151,13 +159,21 @@ class Bounded(_Mirrored):
     max_bytes = 6_000
     exact = False
 
+    @rule(max_nodes=st.integers(0, 3))
+    def evict(self, max_nodes: int) -> None:
+        before = self.index.statistics()
+        evicted = self.index.evict(max_nodes)
+        after = self.index.statistics()
+        assert evicted == max_nodes or (after.nodes, after.dead_nodes) == (0, 0)
+        assert after.bytes < before.bytes or not evicted
+
 
 class Capped(_Mirrored):
     caps = (64, 0, 200)
     exact = False
 
 
-class BoundedAndCapped(_Mirrored):
+class BoundedAndCapped(Bounded):
     max_bytes = 9_000
     caps = (200, 0, 64)
     exact = False
