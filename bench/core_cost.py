@@ -5,7 +5,7 @@ the slots, of scheduling, and of the first tokens (submissions and acknowledgeme
 Quality: the prefix hits of the same load (smaller queue) as it is, over those when every entry that may go is scored on every
 engine with room.
 
-What this module does not know: engines, sockets, and how the core decides (it widens the look by replacing two functions).
+What this module does not know: engines, sockets, and how the core decides (it widens the look by replacing a function and a bound).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rolloutd.bench.core_load import CoreLoad
-from rolloutd.scheduler import placement
+from rolloutd.scheduler import choosing
 from rolloutd.scheduler.entry import Entry
 
 PURPOSES = ("end", "schedule", "first token")
@@ -48,8 +48,8 @@ def hit_share(seed: int, exact: bool, dispatches: int = EXACT_DISPATCHES) -> flo
         _run_steps(load, dispatches)
     else:
         with (
-            mock.patch.object(placement, "_looks", _every_entry),
-            mock.patch.object(placement, "_worth_scoring", lambda world, open_to, hits: open_to),
+            mock.patch.object(choosing, "_looks", _every_entry),
+            mock.patch.object(choosing, "MAX_ENGINES_SCORED", ENGINES),
         ):
             _run_steps(load, dispatches)
     return load.hit_tokens / load.prompt_tokens
