@@ -79,6 +79,10 @@ lint: $(STAMP) ## style, types, layering, contract
 format: $(STAMP) ## put sources into the shape that lint asks for
 	@$(PYTHON) -m ruff check -q --fix . ; $(PYTHON) -m ruff format -q . ; $(BIN)/buf format -w
 
+.PHONY: bench-core
+bench-core: $(STAMP) ## what one dispatch costs the core, and how near it comes to an exact choice; the last line is JSON (2 minutes)
+	@$(PYTHON) -m rolloutd.bench.core_cost
+
 .PHONY: bench-index
 bench-index: $(STAMP) ## what the prefix index costs at a million pages; the last line is JSON (1 minute)
 	@$(PYTHON) -m rolloutd.bench.index_cost
