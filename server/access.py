@@ -35,7 +35,9 @@ _KEY = re.compile(r"[!-~]+")  # what may travel in gRPC metadata, less the space
 _COMMENT = re.compile(r"(^|\s)#.*")
 _HOW = "send the metadata `authorization: Bearer KEY` (Python: connect(..., api_key=KEY), or the variable ROLLOUTD_API_KEY)"
 
-Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]]
+Continuation = Callable[
+    [grpc.HandlerCallDetails], Awaitable[Any]
+]  # of a grpc.RpcMethodHandler, or None: no such method
 
 
 def is_loopback(host: str) -> bool:
@@ -82,9 +84,7 @@ class KeyCheck(grpc.aio.ServerInterceptor):
             raise ValueError("a server that checks keys needs at least one")
         self._digests = tuple(_digest(key.encode("ascii")) for key in keys)
 
-    async def intercept_service(
-        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+    async def intercept_service(self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails) -> Any:
         """The handler of the call, or one that refuses it without reading what it sends."""
         if handler_call_details.method.startswith(_OPEN_METHODS):
             return await continuation(handler_call_details)

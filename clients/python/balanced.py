@@ -158,6 +158,11 @@ class BalancedClient(Verbs):
         members = self._stream.members
         return MappingProxyType({target: member.server for target, member in members.items()})
 
+    @property
+    def attached_targets(self) -> frozenset[str]:
+        """The servers that can be reached now."""
+        return frozenset(target for target, member in self._stream.members.items() if member.attached)
+
     configure_run = _everywhere(Control.configure_run)
     set_budget = _everywhere(Control.set_budget)
     report_step = _everywhere(Control.report_step)
@@ -226,21 +231,20 @@ class BalancedClient(Verbs):
             self._balancer.read_on()
 
     async def _start(self, balancer: Balancer) -> None:
+        addresses: Sequence[str] = self._addresses
         if self._name is not None:
+            addresses = await look_up(*self._name) or ()
             self._spawn(self._follow_name(balancer, *self._name))
-        starts = [task for address in self._addresses if (task := balancer.add_server(address)) is not None]
-        if starts:
-            done, others = await asyncio.wait(
-                starts, return_when=asyncio.FIRST_COMPLETED, timeout=self._settings.reconnect_seconds
-            )
-            if others:
-                done, _ = await asyncio.wait(starts, timeout=OTHERS_SECONDS if done else 0.0)
+        starts = [task for address in addresses if (task := balancer.add_server(address)) is not None]
+        await balancer.attached()
+        if starts:  # so that what is submitted first is shared by all
+            done, _ = await asyncio.wait(starts, timeout=OTHERS_SECONDS)
             for task in done:
                 task.result()
-        await balancer.attached()
 
     async def _follow_name(self, balancer: Balancer, host: str, port: int) -> None:
         while True:
+            await asyncio.sleep(LOOK_UP_SECONDS)
             targets = await look_up(host, port)
             if targets is not None:
                 for target in targets:
@@ -248,7 +252,6 @@ class BalancedClient(Verbs):
                         logger.info("%s has a server at %s", host, target)
                 for target in balancer.members.keys() - set(targets):
                     balancer.remove_server(target)
-            await asyncio.sleep(LOOK_UP_SECONDS)
 
     async def _tell(self, name: str, call: Callable[[Control], Coroutine[object, object, T]]) -> dict[str, T]:
         self._told.pop(name, None)
