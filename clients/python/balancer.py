@@ -6,7 +6,9 @@ given up (member.py), refuses because it shuts down, or ends a rollout with outc
 another one under the same ids. Should both come to results, the first counts and the other copy is cancelled.
 
 Invariants: every rollout is delivered once, from whichever server; a submission that no server can take now waits for one, for
-`reconnect_seconds` at most; a server's result is acknowledged at that server. What this does not know: streams in detail, DNS.
+`reconnect_seconds` at most; a result is acknowledged at the server it came from, and one that does not count only once
+another one has: should the submission come back to that server, it still answers for it. What this does not know: streams in
+detail, DNS.
 """
 
 import asyncio
@@ -90,6 +92,7 @@ class Balancer:
         self._copies: dict[Entry, dict[Member, Entry]] = {}
         self._homeless: OrderedDict[Entry, None] = OrderedDict()  # no server could be given them
         self._homes: OrderedDict[str, Member] = OrderedDict()
+        self._spared: dict[str, set[Member]] = {}  # who has a result of a rollout that is still owed and did not count
         self._keepers: dict[str, Member] = {}  # of results that the caller has not acknowledged
         self._room = asyncio.Event()
         self._changed = asyncio.Event()  # a server came up, or all of it failed
@@ -150,7 +153,7 @@ class Balancer:
         for entry in moving:
             member.stream.release(self._copies[entry].pop(member))
         for entry in moving:  # after all of them were counted off, so that load is compared as it is
-            if not self._copies[entry]:
+            if all(other.draining for other in self._copies[entry]):
                 self._place(entry)
         if not any(other.attached for other in self.members.values()):
             self._be_alone()
@@ -265,7 +268,7 @@ class Balancer:
     def arrived(self, member: Member, entry: Entry, result: RolloutResult) -> None:
         """A rollout has ended at a server."""
         if result.outcome == "shutdown" and not entry.cancelled and result.rollout_id in entry.remaining:
-            _drop(member, result.rollout_id)
+            self._spared.setdefault(result.rollout_id, set()).add(member)
             self._copy_over(member, entry)
             return
         arrival, owner = self._ledger.arrive(result.rollout_id)
@@ -273,6 +276,7 @@ class Balancer:
             _drop(member, result.rollout_id)
             return
         self._keepers[result.rollout_id] = member
+        self._drop_spared(result.rollout_id, but=member)
         for other in self._copies[owner]:
             if other is not member:
                 other.cancel_soon(result.rollout_id)
@@ -289,8 +293,8 @@ class Balancer:
         if entry is not None:
             if result.ok:
                 self.arrived(member, entry, result)
-            else:  # the copy that it moved to decides
-                _drop(member, result.rollout_id)
+            else:  # the copy that it moved to decides; this one is kept there, in case it moves back
+                self._spared.setdefault(result.rollout_id, set()).add(member)
             return
         arrival, _ = self._ledger.arrive(result.rollout_id)
         if arrival == "repeated":
@@ -399,10 +403,16 @@ class Balancer:
         del self._copies[entry]
         entry.problem = problem
         results = entry.refused_results(self._settings.hello.run_id, problem)
+        for rollout_id in entry.remaining:
+            self._drop_spared(rollout_id)
         self._ledger.end(entry)
         entry.sink.refuse(problem, results)
         entry.settle()
         self._room.set()
+
+    def _drop_spared(self, rollout_id: str, but: Member | None = None) -> None:
+        for member in self._spared.pop(rollout_id, set()) - {but}:
+            _drop(member, rollout_id)
 
     def _crowded(self, entry: Entry) -> bool:
         others = self._ledger.unaccepted

@@ -143,11 +143,14 @@ class Dispatch:
     def _on_finished(self, cursor: int, message: v1.RolloutResult) -> None:
         rollout_id = message.rollout_id
         arrival, entry = self._ledger.arrive(rollout_id)
+        # Without a cursor: an answer to a repeated submission. Whether it is open is as it was.
         if arrival == "repeated" and not self._outbox.acknowledgements.is_open(rollout_id):
-            self._outbox.passed(cursor)
+            if cursor:
+                self._outbox.passed(cursor)
             self._outbox.acknowledge(v1.Acknowledgement(rollout_id=rollout_id))
             return
-        self._outbox.acknowledgements.arrived(cursor, rollout_id)
+        if cursor:
+            self._outbox.acknowledgements.arrived(cursor, rollout_id)
         if arrival == "repeated":
             return
         result = RolloutResult.from_message(message)
