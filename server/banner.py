@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 
+from rolloutd.server.config import ServerConfig
 from rolloutd.server.process import Server
 
 # An engine that is up answers well within this; others are looked for while the server runs.
@@ -17,7 +18,7 @@ _ENGINE_WAIT_SECONDS = 3.0
 async def announce(server: Server) -> None:
     """Say where it listens at once, and which engines answer as soon as that is known."""
     config = server.config
-    _say(f"rolloutd {server.state.version}: gRPC on {config.host}:{server.port}")
+    _say(f"rolloutd {server.state.version}: gRPC on {config.host}:{server.port}{_guards(config)}")
     if server.metrics_port is not None:
         _say(f"  metrics  http://{config.host}:{server.metrics_port}/metrics")
     engines = server.engines.engines()
@@ -41,6 +42,14 @@ async def announce(server: Server) -> None:
         )
         for warning in info.warnings:
             _say(f"           {warning}")
+
+
+def _guards(config: ServerConfig) -> str:
+    guards = [
+        *(["mTLS" if config.tls.client_ca_file is not None else "TLS"] if config.tls.on else []),
+        *(["API keys"] if config.api_keys_file is not None else []),
+    ]
+    return f" ({', '.join(guards)})" if guards else ""
 
 
 def _say(line: str) -> None:

@@ -10,8 +10,10 @@ from typing import Any, TextIO
 
 from rolloutd.engines.base import EngineFault, EngineInfo
 from rolloutd.engines.sglang import SGLangEngine
+from rolloutd.server.access import read_api_keys
 from rolloutd.server.config import ServerConfig
 from rolloutd.server.process import sglang_door
+from rolloutd.server.tls import check_tls
 
 _REGISTER_SECONDS = 30.0
 
@@ -23,10 +25,24 @@ def check(config: ServerConfig, out: TextIO) -> int:
     value_width = min(60, max(len(value) for _, value, _ in rows))
     for key, value, origin in rows:
         print(f"{key:<{key_width}}  {value:<{value_width}}  {origin}", file=out)
+    for line in _access(config):
+        print(line, file=out)
     if not config.engines:
         print("\nno engine configured", file=out)
         return 0
     return 0 if asyncio.run(_engines(config, out)) else 1
+
+
+def _access(config: ServerConfig) -> list[str]:
+    lines = []
+    if config.api_keys_file is not None:
+        keys = len(read_api_keys(config.api_keys_file, "server.api_keys_file"))
+        lines.append(f"  API keys     {keys} in {config.api_keys_file}")
+    if (facts := check_tls(config.tls)) is not None:
+        lines.append(f"  certificate  for {', '.join(facts.names) or 'no name'}, until {facts.expires}")
+        clients = "only with a certificate" if config.tls.client_ca_file is not None else "without a certificate"
+        lines.append(f"  clients      {clients}")
+    return ["\naccess", *lines] if lines else []
 
 
 async def _engines(config: ServerConfig, out: TextIO) -> bool:

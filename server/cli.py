@@ -1,7 +1,8 @@
-"""The command `rolloutd`: serve, check, engine-sim, submit, demo.
+"""The command `rolloutd`: serve, check, health, engine-sim, submit, demo.
 
 Invariants
 - Parsing needs nothing heavy; each command imports what it runs.
+- No secret is an argument (every user of the machine reads those): keys come from files and the environment.
 - Exit codes: 0 done, 1 it could not be done (the reason is on standard error), 2 wrong usage.
 
 What this module does not know: what the commands do.
@@ -21,6 +22,8 @@ from rolloutd.server.config_keys import ConfigError
 
 if TYPE_CHECKING:
     from rolloutd.server.config import ServerConfig
+
+DEFAULT_TARGET = "127.0.0.1:50051"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,12 +53,19 @@ def _parser(command: Sequence[str]) -> argparse.ArgumentParser:
 
     serve = commands.add_parser("serve", help="run the server", description="Run the server until SIGTERM.")
     _add_configuration(serve)
-    serve.add_argument("--host", help="address to listen on (127.0.0.1)")
+    serve.add_argument("--host", help="address to listen on (127.0.0.1); one that others reach needs keys")
     serve.add_argument("--port", type=int, help="port to listen on, 0 for any (50051)")
     serve.add_argument("--prometheus-port", type=int, help="serve GET /metrics on this port (off)")
     serve.add_argument("--log-json", action="store_true", default=None, help="log lines as JSON")
     serve.add_argument("--log-level", choices=("debug", "info", "warning", "error"), help="least severe line logged")
     serve.add_argument("--seed", type=int, help="seed of the scheduler's tie-breaking (0)")
+    serve.add_argument("--api-keys-file", metavar="FILE", help="let in callers with one of these keys; one per line")
+    serve.add_argument(
+        "--allow-unauthenticated", action="store_true", default=None, help="let in everybody who reaches --host"
+    )
+    serve.add_argument("--tls-certificate", metavar="FILE", help="PEM certificate chain: serve TLS only")
+    serve.add_argument("--tls-key", metavar="FILE", help="PEM private key of the certificate")
+    serve.add_argument("--tls-client-ca", metavar="FILE", help="let in clients with a certificate of these authorities")
     serve.set_defaults(run=_serve)
 
     check = commands.add_parser(
@@ -65,6 +75,16 @@ def _parser(command: Sequence[str]) -> argparse.ArgumentParser:
     )
     _add_configuration(check)
     check.set_defaults(run=_check)
+
+    health = commands.add_parser(
+        "health",
+        help="ask a server whether it serves (exit code 0: yes)",
+        description="Ask a server's gRPC health service; needs no API key. Exit code 0: it serves; 1: it does not.",
+    )
+    health.add_argument("target", nargs="?", default=DEFAULT_TARGET, metavar="HOST:PORT")
+    health.add_argument("--timeout", type=float, default=5.0, metavar="SECONDS", help="longest wait (5)")
+    _add_tls(health)
+    health.set_defaults(run=_health)
 
     sim = commands.add_parser("engine-sim", help="run a simulated SGLang engine")
     if command == ["engine-sim"]:
@@ -81,13 +101,50 @@ def _parser(command: Sequence[str]) -> argparse.ArgumentParser:
     )
     submit.add_argument("input", type=Path, metavar="INPUT.jsonl")
     submit.add_argument("output", type=Path, metavar="OUTPUT.jsonl")
-    submit.add_argument("--server", default="127.0.0.1:50051", metavar="HOST:PORT")
+    submit.add_argument("--server", default=DEFAULT_TARGET, metavar="HOST:PORT")
+    submit.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the key to show (default: the environment variable ROLLOUTD_API_KEY)",
+    )
+    _add_tls(submit)
     submit.add_argument("--run", dest="run_id", required=True, metavar="NAME", help="run the rollouts belong to")
     submit.add_argument("--in-flight", type=int, default=1024, help="lines handed over at a time")
     submit.set_defaults(run=_submit)
 
     commands.add_parser("demo", help="watch a GRPO-shaped loop over simulated engines", add_help=False)
     return parser
+
+
+def _add_tls(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tls", action="store_true", help="use TLS; any of the following does as well")
+    parser.add_argument("--ca-file", metavar="FILE", help="PEM authorities that the server's certificate is of")
+    parser.add_argument("--certificate-file", metavar="FILE", help="PEM certificate to show the server")
+    parser.add_argument("--private-key-file", metavar="FILE", help="PEM private key of that certificate")
+    parser.add_argument("--server-name", default="", metavar="NAME", help="name in the server's certificate")
+
+
+def _access(options: argparse.Namespace, key_file: Path | None = None) -> dict[str, Any]:
+    """Arguments of rolloutd.client.connect, tried out."""
+    from rolloutd.client.access import access_of
+
+    try:
+        arguments = {
+            "api_key": None if key_file is None else key_file.read_text(encoding="utf-8"),
+            "tls": options.tls,
+            "ca_file": options.ca_file,
+            "certificate_file": options.certificate_file,
+            "private_key_file": options.private_key_file,
+            "server_name": options.server_name,
+        }
+        access_of(**arguments)
+    except OSError as error:
+        raise ConfigError(f"--api-key-file: cannot read {key_file}: {error.strerror or error}") from None
+    except ValueError as error:
+        where = "" if key_file is None else f"--api-key-file {key_file}: "
+        raise ConfigError(f"{where}{error}") from None
+    return arguments
 
 
 def _add_configuration(parser: argparse.ArgumentParser) -> None:
@@ -112,6 +169,11 @@ def _configuration(options: argparse.Namespace) -> ServerConfig:
         ("port", "server.port"),
         ("prometheus_port", "server.prometheus_port"),
         ("seed", "server.seed"),
+        ("api_keys_file", "server.api_keys_file"),
+        ("allow_unauthenticated", "server.allow_unauthenticated"),
+        ("tls_certificate", "tls.certificate_file"),
+        ("tls_key", "tls.private_key_file"),
+        ("tls_client_ca", "tls.client_ca_file"),
         ("log_json", "log.json"),
         ("log_level", "log.level"),
     ):
@@ -137,9 +199,20 @@ def _check(options: argparse.Namespace) -> int:
 def _submit(options: argparse.Namespace) -> int:
     if options.in_flight < 1:
         raise ConfigError("--in-flight: must be at least 1")
+    access = _access(options, options.api_key_file)
     from rolloutd.server.submit import submit
 
-    return submit(options.server, options.run_id, options.input, options.output, options.in_flight)
+    return submit(options.server, access, options.run_id, options.input, options.output, options.in_flight)
+
+
+def _health(options: argparse.Namespace) -> int:
+    if not 0 < options.timeout < 3600:
+        raise ConfigError("--timeout: must be a number of seconds above 0")
+    from rolloutd.client.access import access_of
+    from rolloutd.server.health_probe import probe
+
+    access = _access(options)
+    return probe(options.target, access_of(**access), options.timeout)
 
 
 if __name__ == "__main__":

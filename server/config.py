@@ -3,7 +3,9 @@
 Invariants
 - An unknown key is refused with a suggestion; nothing is ignored. The order of keys has no meaning.
 - Every value was checked against its `KeySpec`; every error names the key and where the value came from.
-- The tree carries no secret: engine keys are named by environment variable and read when a door is made.
+- The tree carries no secret: engine keys are named by environment variable, our own keys and certificates by file, and
+  read where they are used. Files are tried out here, so that what is wrong with one stops the start.
+- A port that other machines reach is guarded by keys or client certificates, or the operator has said that it need not be.
 
 What this module does not know: what the settings do.
 """
@@ -31,7 +33,9 @@ from rolloutd.scheduler.config import (
     WeightDefaults,
 )
 from rolloutd.scheduler.spec import Budget
+from rolloutd.server.access import is_loopback, read_api_keys
 from rolloutd.server.config_keys import CORE_SECTIONS, KEYS, STRUCTURED_KEYS, ConfigError
+from rolloutd.server.tls import TlsSettings, check_tls
 
 ENV_PREFIX = "ROLLOUTD_"
 ENV_ENGINES = "ROLLOUTD_ENGINES"  # comma-separated; each as in --engine
@@ -102,6 +106,9 @@ class ServerConfig:
     max_message_bytes: int = 64 << 20
     keepalive_min_ping_seconds: float = 5.0
     shutdown_grace_seconds: float = 30.0
+    api_keys_file: str | None = None
+    allow_unauthenticated: bool = False
+    tls: TlsSettings = TlsSettings()
     log_json: bool = False
     log_level: str = "info"
     decision_log: DecisionLogSettings = DecisionLogSettings()
@@ -242,8 +249,11 @@ def _build(values: dict[str, Any], origins: dict[str, str]) -> ServerConfig:
     if manager["register_backoff_max_seconds"] < manager["register_backoff_seconds"]:
         raise ConfigError("engine.register_backoff_max_seconds: must be at least engine.register_backoff_seconds")
     log = section("log")
+    tls = TlsSettings(**section("tls"))
+    _check_access(values, origins, tls)
     return ServerConfig(
         **section("server"),
+        tls=tls,
         engines=_engines(values["engines"], origins["engines"], vocabulary_size),
         pools=_pools(values["pools"], origins["pools"]),
         log_json=log["json"],
@@ -254,6 +264,21 @@ def _build(values: dict[str, Any], origins: dict[str, str]) -> ServerConfig:
         values=values,
         origins=origins,
     )
+
+
+def _check_access(values: Mapping[str, Any], origins: Mapping[str, str], tls: TlsSettings) -> None:
+    check_tls(tls)
+    keys_file, host = values["server.api_keys_file"], values["server.host"]
+    if keys_file is not None:
+        read_api_keys(keys_file, "server.api_keys_file")
+    guarded = keys_file is not None or tls.client_ca_file is not None or values["server.allow_unauthenticated"]
+    if not guarded and not is_loopback(host):
+        raise ConfigError(
+            f"server.host ({origins['server.host']}): other machines reach {host!r}, and anybody could submit. Name a file "
+            "of keys (server.api_keys_file, or --api-keys-file FILE: one key per line) or an authority of client certificates "
+            "(tls.client_ca_file); where the network itself keeps strangers out, server.allow_unauthenticated: true (or "
+            "--allow-unauthenticated)"
+        )
 
 
 def _default_budget(section: Mapping[str, Any], origins: Mapping[str, str]) -> Budget:

@@ -29,6 +29,7 @@ from rolloutd.engines.base import Engine
 from rolloutd.engines.sglang import SGLangEngine, Timeouts
 from rolloutd.scheduler import events
 from rolloutd.scheduler.machine import Scheduler
+from rolloutd.server.access import KeyCheck, read_api_keys
 from rolloutd.server.config import EngineSettings, ServerConfig
 from rolloutd.server.decision_log import DecisionLog
 from rolloutd.server.engine_manager import EngineManager
@@ -41,6 +42,7 @@ from rolloutd.server.metrics_endpoint import MetricsEndpoint
 from rolloutd.server.rollout_service import RolloutService
 from rolloutd.server.run_service import RunService
 from rolloutd.server.state import ServerState
+from rolloutd.server.tls import server_credentials
 from rolloutd.server.tokenizing import Tokenizers
 from rolloutd.server.trainer_service import TrainerService
 from rolloutd.v1 import (
@@ -102,20 +104,27 @@ class Server:
             )
         _serving_loop = running
         config = self.config
-        server = grpc.aio.server(options=grpc_options(config))
+        checks = []
+        if config.api_keys_file is not None:
+            checks.append(KeyCheck(read_api_keys(config.api_keys_file, "server.api_keys_file")))
+        server = grpc.aio.server(options=grpc_options(config), interceptors=checks)
         add_RolloutServiceServicer_to_server(RolloutService(self.state), server)
         add_RunServiceServicer_to_server(RunService(self.state), server)
         add_TrainerServiceServicer_to_server(TrainerService(self.state), server)
         add_EngineServiceServicer_to_server(EngineService(self.state), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         reflection.enable_server_reflection((*SERVICE_NAMES, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-        address = f"[{config.host}]:{config.port}" if ":" in config.host else f"{config.host}:{config.port}"
+        host = config.host.strip("[]")
+        address = f"[{host}]:{config.port}" if ":" in host else f"{host}:{config.port}"
         try:
-            self.port = server.add_insecure_port(address)
+            if config.tls.on:
+                self.port = server.add_secure_port(address, server_credentials(config.tls))
+            else:
+                self.port = server.add_insecure_port(address)
         except RuntimeError as error:
             raise OSError(f"cannot listen on {address}: {error}") from error
         if config.prometheus_port is not None:
-            self._endpoint = MetricsEndpoint(self.metrics.registry, config.host, config.prometheus_port)
+            self._endpoint = MetricsEndpoint(self.metrics.registry, host, config.prometheus_port)
             await self._endpoint.start()
             self.metrics_port = self._endpoint.port
         if config.decision_log.path is not None:

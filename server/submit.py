@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,13 +23,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rolloutd.client import Client, RolloutdError, RolloutResult, ServerUnavailable, connect
 
 
-def submit(server: str, run_id: str, source: Path, target: Path, in_flight: int) -> int:
-    """Returns 0 when every line has its result, 1 when some have errors or the server went away."""
+def submit(server: str, access: Mapping[str, Any], run_id: str, source: Path, target: Path, in_flight: int) -> int:
+    """Returns 0 when every line has its result, 1 when some have errors or the server went away.
+
+    `access`: the arguments of `connect` that say who we are.
+    """
     try:
         lines = source.read_text(encoding="utf-8").splitlines()
         written = _Written(target)
         with target.open("a", encoding="utf-8") as out:
-            return asyncio.run(_run(server, run_id, source.stem, lines, written, out, in_flight))
+            return asyncio.run(_run(server, access, run_id, source.stem, lines, written, out, in_flight))
     except OSError as error:
         print(f"rolloutd: {error.filename}: {error.strerror or error}", file=sys.stderr)
         return 1
@@ -126,7 +130,14 @@ class _Job:
 
 
 async def _run(
-    server: str, run_id: str, stem: str, lines: list[str], written: _Written, out: TextIO, in_flight: int
+    server: str,
+    access: Mapping[str, Any],
+    run_id: str,
+    stem: str,
+    lines: list[str],
+    written: _Written,
+    out: TextIO,
+    in_flight: int,
 ) -> int:
     room = asyncio.Semaphore(in_flight)
     if written.ends_torn:
@@ -146,7 +157,7 @@ async def _run(
         failed = 0
         try:
             consumer = f"submit-{stem}"
-            async with connect(server, run=run_id, consumer=consumer, auto_acknowledge=False) as client:
+            async with connect(server, run=run_id, consumer=consumer, auto_acknowledge=False, **access) as client:
                 job = _Job(client, stem, written, out)
                 async with asyncio.TaskGroup() as group:
                     collector = group.create_task(job.collect())

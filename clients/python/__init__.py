@@ -6,6 +6,7 @@ Example::
         group = await client.generate_group(prompt_ids, samples=8, max_new_tokens=1024, rollout_class="critical")
 """
 
+from rolloutd.client.balanced import BalancedClient, connect_all
 from rolloutd.client.client import Client, connect
 from rolloutd.client.control import Quota
 from rolloutd.client.errors import (
@@ -25,6 +26,7 @@ from rolloutd.client.submissions import GenerateOptions, RolloutOptions
 
 __all__ = [
     "Acceptance",
+    "BalancedClient",
     "Client",
     "ClientClosed",
     "Fenced",
@@ -46,4 +48,5 @@ __all__ = [
     "Times",
     "Unauthorized",
     "connect",
+    "connect_all",
 ]

@@ -7,30 +7,26 @@ keeps it until `acknowledge` says what became of it. Not thread-safe: use it fro
 What this does not know: gRPC (stream.py, connection.py).
 """
 
-import asyncio
-import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self, Unpack
 
 from rolloutd import v1
+from rolloutd.client.access import Access, PathLike, access_of
 from rolloutd.client.connection import Connection, claim_loop, logger, release_loop
 from rolloutd.client.control import Control
 from rolloutd.client.errors import ClientClosed, Refused
-from rolloutd.client.handles import Results, Submission
-from rolloutd.client.inbox import Collector, Discard
-from rolloutd.client.ledger import Entry, Sink
+from rolloutd.client.ledger import Entry
 from rolloutd.client.prompts import Prompt
-from rolloutd.client.results import Notice, Progress, RolloutResult
+from rolloutd.client.results import Notice, RolloutResult
 from rolloutd.client.stream import RolloutStream, StreamSettings
-from rolloutd.client.submissions import GenerateOptions, RolloutOptions, submission_of
+from rolloutd.client.submissions import RolloutOptions, submission_of
+from rolloutd.client.verbs import Verbs
 from rolloutd.client.words import RolloutClass, number_of
 
 RECONNECT_SECONDS = 120.0  # a restart of the server takes seconds, a rescheduled pod a minute or two
 MAX_UNACCEPTED = 4096  # as the server's default queue per class
 MAX_BUFFERED_RESULTS = 1024
-KEPT_NOTICES = 256
 
 
 def connect(
@@ -45,6 +41,12 @@ def connect(
     max_unaccepted: int = MAX_UNACCEPTED,
     max_buffered_results: int = MAX_BUFFERED_RESULTS,
     on_notice: Callable[[Notice], None] | None = None,
+    api_key: str | None = None,
+    tls: bool = False,
+    ca_file: PathLike | None = None,
+    certificate_file: PathLike | None = None,
+    private_key_file: PathLike | None = None,
+    server_name: str = "",
 ) -> "Client":
     """A client for `async with`.
 
@@ -58,9 +60,22 @@ def connect(
     max_unaccepted: submissions the server has not answered, above which `submit` waits.
     max_buffered_results: results waiting in `results()`, above which the stream is not read on (unless something else waits).
     on_notice: called with each notice, in the event loop; an exception of it ends the client.
+    api_key: shown to the server with every call. None: what the environment variable ROLLOUTD_API_KEY says, if anything.
+    tls: encrypted, the server's certificate checked against `ca_file` (PEM; None: the authorities gRPC comes with) and
+        `server_name` ("": the host of the target). Any of the files switches it on.
+    certificate_file, private_key_file: PEM files with which this client shows who it is, for servers that ask (mTLS).
     """
+    access = access_of(
+        api_key,
+        tls=tls,
+        ca_file=ca_file,
+        certificate_file=certificate_file,
+        private_key_file=private_key_file,
+        server_name=server_name,
+    )
     return Client(
         target,
+        access,
         run,
         consumer,
         epoch,
@@ -73,12 +88,13 @@ def connect(
     )
 
 
-class Client(Control):
+class Client(Verbs, Control):
     """One consumer of one run. Made by `connect`; open inside `async with`."""
 
     def __init__(
         self,
         target: str,
+        access: Access,
         run: str,
         consumer: str,
         epoch: int | None,
@@ -89,18 +105,14 @@ class Client(Control):
         max_buffered_results: int,
         on_notice: Callable[[Notice], None] | None,
     ) -> None:
-        super().__init__(target, run, epoch, reconnect_seconds)
+        Control.__init__(self, target, run, epoch, reconnect_seconds)
+        Verbs.__init__(self, auto_acknowledge, max_unaccepted, max_buffered_results, on_notice)
         if consumer and not run:
             raise ValueError("a consumer belongs to a run: connect(..., run=..., consumer=...)")
-        if min(max_unaccepted, max_buffered_results) < 1:
-            raise ValueError("max_unaccepted and max_buffered_results are at least 1")
-        self._auto_acknowledge = auto_acknowledge
-        self._notices: deque[Notice] = deque(maxlen=KEPT_NOTICES)
-        self._on_notice = on_notice
+        self._access = access
         self._hello = v1.Hello(
             run_id=run, consumer_id=consumer, trainer_epoch=epoch or 0, take_over_consumer_ids=list(take_over)
         )
-        self._bounds = (max_unaccepted, max_buffered_results)
         self._started: RolloutStream | None = None
         self._closed = False
 
@@ -108,12 +120,18 @@ class Client(Control):
         if self._opened is not None:
             raise ClientClosed("a client is entered once; make another one with connect(...)")
         claim_loop()
-        self._opened = Connection(self.target, self.reconnect_seconds)
+        self._opened = Connection(self.target, self.reconnect_seconds, self._access)
         try:
             if self._hello.consumer_id:
-                self._started = RolloutStream(
-                    StreamSettings(self.target, self._hello, self.reconnect_seconds, *self._bounds, self._take_notice)
+                settings = StreamSettings(
+                    self.target,
+                    self._access,
+                    self._hello,
+                    self.reconnect_seconds,
+                    self._max_unaccepted,
+                    self._take_notice,
                 )
+                self._started = RolloutStream(settings, self._inbox)
                 await self._started.start()
         except BaseException:
             await self.close()
@@ -137,55 +155,6 @@ class Client(Control):
             await self._opened.close()
             release_loop()
 
-    @property
-    def notices(self) -> tuple[Notice, ...]:
-        """The latest notices, oldest first."""
-        return tuple(self._notices)
-
-    async def submit(
-        self,
-        prompt: Prompt,
-        *,
-        on_progress: Callable[[Progress], None] | None = None,
-        **options: Unpack[RolloutOptions],
-    ) -> Submission:
-        """Hands a prompt over; results come in `results()`.
-
-        Returns at once, without waiting for the server, unless `max_unaccepted` submissions (or 64 MiB of them) are
-        unanswered; then it waits, which is the back-pressure of a full queue. Raises TypeError or ValueError for arguments
-        that cannot be sent, and what ended the client, if anything did.
-        """
-        entry = await self._submit(prompt, self._stream.inbox, on_progress, options)
-        return Submission(self._stream, entry)
-
-    async def generate(
-        self,
-        prompt: Prompt,
-        *,
-        on_progress: Callable[[Progress], None] | None = None,
-        **options: Unpack[GenerateOptions],
-    ) -> RolloutResult:
-        """One rollout from prompt to result. RolloutFailed when it ends without completing, Refused when it never ran.
-
-        Cancelling the call cancels the rollout.
-        """
-        (result,) = await self._generate(prompt, on_progress, options)
-        result.raise_for_outcome()
-        return result
-
-    async def generate_group(
-        self,
-        prompt: Prompt,
-        *,
-        on_progress: Callable[[Progress], None] | None = None,
-        **options: Unpack[RolloutOptions],
-    ) -> list[RolloutResult]:
-        """All samples of a prompt, by sample index, whatever their outcomes (look at `ok`). Refused when none ever ran.
-
-        Cancelling the call cancels the rollouts.
-        """
-        return await self._generate(prompt, on_progress, options)
-
     async def run_rollout(self, prompt: Prompt, **options: Unpack[RolloutOptions]) -> list[RolloutResult]:
         """As generate_group, by a call of its own that needs no consumer. For scripts."""
         request = v1.RunRolloutRequest(
@@ -193,42 +162,6 @@ class Client(Control):
         )
         response = await self._connection.call(self._rollouts.RunRollout, request, answer_seconds=None)
         return [RolloutResult.from_message(message) for message in response.results]
-
-    def results(self) -> Results:
-        """Every result of `submit`, as it comes, without end; also those of this consumer's earlier life and of taken-over ones."""
-        return Results(lambda: self._take(until_idle=False))
-
-    def drain(self) -> Results:
-        """As results(), but ends once everything submitted so far by `submit` has come."""
-        return Results(lambda: self._take(until_idle=True))
-
-    def acknowledge(
-        self,
-        result: RolloutResult | str,
-        *,
-        used: bool | None = None,
-        drop_reason: str = "",
-        reward: float | None = None,
-    ) -> None:
-        """Says what became of a result (or rollout id), so that the server forgets it. Sent with the next message.
-
-        used: True counts it as a valid sample, False as dropped, for which `drop_reason` is a short stable word.
-        ValueError with auto_acknowledge, where the server has forgotten the result already.
-        """
-        if self._auto_acknowledge:
-            raise ValueError(
-                "results are acknowledged automatically here; for verdicts connect(..., auto_acknowledge=False)"
-            )
-        if drop_reason and used is not False:
-            raise ValueError("drop_reason goes with used=False")
-        if reward is not None and not math.isfinite(reward):
-            raise ValueError(f"reward must be finite, not {reward}")
-        self._stream.raise_failure()
-        verdict = {None: v1.VERDICT_UNSPECIFIED, True: v1.VERDICT_USED, False: v1.VERDICT_DROPPED}[used]
-        rollout_id = result if isinstance(result, str) else result.rollout_id
-        self._stream.acknowledge(
-            v1.Acknowledgement(rollout_id=rollout_id, verdict=verdict, drop_reason=drop_reason, reward=reward)
-        )
 
     async def cancel(self, *rollout_ids: str, group_ids: Sequence[str] = ()) -> v1.CancelRolloutsResponse:
         """Cancels rollouts, submissions (by their id) or groups, with everything below them in a tree search.
@@ -285,47 +218,9 @@ class Client(Control):
             raise ClientClosed(f"this client has no stream; {wanted}")
         return self._started
 
-    async def _submit(
-        self,
-        prompt: Prompt,
-        sink: Sink,
-        on_progress: Callable[[Progress], None] | None,
-        options: GenerateOptions,
-    ) -> Entry:
-        message = submission_of(prompt, options)
-        message.want_progress = on_progress is not None
-        entry = Entry(message, sink, asyncio.get_running_loop().time(), on_progress)
-        await self._stream.submit(entry)
-        return entry
-
-    async def _generate(
-        self, prompt: Prompt, on_progress: Callable[[Progress], None] | None, options: GenerateOptions
-    ) -> list[RolloutResult]:
-        collector = Collector()
-        entry = await self._submit(prompt, collector, on_progress, options)
-        try:
-            with self._stream.waiting():
-                results = await collector.wait()
-        except BaseException:
-            entry.sink = Discard(self._forget)
-            for result in collector.arrived:
-                self._forget(result)
-            self._stream.cancel(entry)
-            raise
-        if self._auto_acknowledge:
-            for result in results:
-                self._forget(result)
-        return results
-
-    async def _take(self, *, until_idle: bool) -> RolloutResult | None:
-        result = await self._stream.inbox.take(until_idle=until_idle)
-        if result is not None and self._auto_acknowledge:
-            self._forget(result)
-        return result
-
-    def _forget(self, result: RolloutResult) -> None:
-        if result.outcome != "refused":  # the server has no result of those
-            self._stream.acknowledge(v1.Acknowledgement(rollout_id=result.rollout_id))
+    def _read_on(self) -> None:
+        if self._started is not None:
+            self._started.read_on()
 
     async def _answered(self, entry: Entry) -> None:
         try:
@@ -338,8 +233,3 @@ class Client(Control):
             self._stream.withdraw(entry)
         await self._answered(entry)
         return entry.problem is not None and entry.problem.code == "CANCELLED"
-
-    def _take_notice(self, notice: Notice) -> None:
-        self._notices.append(notice)
-        if self._on_notice is not None:
-            self._on_notice(notice)

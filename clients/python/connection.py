@@ -15,6 +15,7 @@ from typing import TypeVar
 
 import grpc
 
+from rolloutd.client.access import Access
 from rolloutd.client.errors import Problem, RolloutdError, ServerUnavailable, error_of_problem, problem_of_status
 
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024  # either way; what a server accepts it says in Limits.max_message_bytes
@@ -65,9 +66,14 @@ def release_loop() -> None:
         del _loops[loop]
 
 
-def open_channel(target: str) -> grpc.aio.Channel:
-    """A fresh channel, with a connection of its own."""
-    return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+def open_channel(target: str, access: Access) -> grpc.aio.Channel:
+    """A fresh channel, with a connection of its own. Calls on it carry `access.metadata`."""
+    if access.credentials is None:
+        return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+    options: list[tuple[str, int | str]] = [*CHANNEL_OPTIONS]
+    if access.server_name:
+        options.append(("grpc.ssl_target_name_override", access.server_name))
+    return grpc.aio.secure_channel(target, access.credentials, options=options)
 
 
 def backoff_seconds() -> Iterator[float]:
@@ -87,17 +93,19 @@ def unavailable(target: str, seconds: float, last: str) -> ServerUnavailable:
     """The error for a server that could not be reached for that long."""
     return ServerUnavailable(
         f"no rolloutd server answered at {target} for {seconds:.0f} s; last error: {last}. Is it running "
-        "(`rolloutd serve`), and is this its address? connect(..., reconnect_seconds=...) sets how long to try"
+        "(`rolloutd serve`), is this its address, and do both sides use TLS or both not? connect(..., reconnect_seconds=...) "
+        "sets how long to try"
     )
 
 
 class Connection:
     """A channel for unary calls."""
 
-    def __init__(self, target: str, reconnect_seconds: float) -> None:
+    def __init__(self, target: str, reconnect_seconds: float, access: Access) -> None:
         self.target = target
         self.reconnect_seconds = reconnect_seconds
-        self.channel = open_channel(target)
+        self.metadata = access.metadata
+        self.channel = open_channel(target, access)
 
     async def close(self) -> None:
         """Ends calls in flight."""
@@ -114,7 +122,7 @@ class Connection:
         started = loop.time()
         for delay in backoff_seconds():
             try:
-                return await method(request, timeout=answer_seconds)
+                return await method(request, timeout=answer_seconds, metadata=self.metadata)
             except grpc.aio.AioRpcError as error:
                 problem = problem_of_status(error)
                 if not is_transient(error.code(), problem):

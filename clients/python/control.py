@@ -117,7 +117,8 @@ class Control:
         loop = asyncio.get_running_loop()
         delays, last_answer_at = backoff_seconds(), loop.time()
         while True:
-            call = self._runs.WatchRun(v1.WatchRunRequest(run_id=self._run_id(), interval_seconds=interval_seconds))
+            request = v1.WatchRunRequest(run_id=self._run_id(), interval_seconds=interval_seconds)
+            call = self._runs.WatchRun(request, metadata=self._connection.metadata)
             try:
                 async for response in call:
                     delays, last_answer_at = backoff_seconds(), loop.time()

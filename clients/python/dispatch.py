@@ -12,7 +12,7 @@ from collections.abc import Callable
 from rolloutd import v1
 from rolloutd.client.connection import logger
 from rolloutd.client.errors import Problem, RolloutdError, problem_of_message
-from rolloutd.client.inbox import Inbox
+from rolloutd.client.inbox import Incoming
 from rolloutd.client.ledger import Entry, Ledger
 from rolloutd.client.outbox import Outbox
 from rolloutd.client.results import (
@@ -34,7 +34,7 @@ class Dispatch:
     """Applies events to ledger, outbox and inbox."""
 
     def __init__(
-        self, run_id: str, ledger: Ledger, outbox: Outbox, inbox: Inbox, on_notice: Callable[[Notice], None]
+        self, run_id: str, ledger: Ledger, outbox: Outbox, inbox: Incoming, on_notice: Callable[[Notice], None]
     ) -> None:
         self._run_id = run_id
         self._ledger = ledger
@@ -97,6 +97,13 @@ class Dispatch:
         entry.settle()
         self.room.set()
 
+    def release(self, entry: Entry) -> None:
+        """Owes nobody its results any more; what still comes of it is foreign. Tells the server nothing."""
+        _stop_retry(entry)
+        self._ledger.end(entry)
+        entry.settle()
+        self.room.set()
+
     def fail(self, error: Exception) -> None:
         """Nothing more will come: everybody who waits is told."""
         for entry in self._ledger.entries():
@@ -136,11 +143,14 @@ class Dispatch:
     def _on_finished(self, cursor: int, message: v1.RolloutResult) -> None:
         rollout_id = message.rollout_id
         arrival, entry = self._ledger.arrive(rollout_id)
+        # Without a cursor: an answer to a repeated submission. Whether it is open is as it was.
         if arrival == "repeated" and not self._outbox.acknowledgements.is_open(rollout_id):
-            self._outbox.passed(cursor)
+            if cursor:
+                self._outbox.passed(cursor)
             self._outbox.acknowledge(v1.Acknowledgement(rollout_id=rollout_id))
             return
-        self._outbox.acknowledgements.arrived(cursor, rollout_id)
+        if cursor:
+            self._outbox.acknowledgements.arrived(cursor, rollout_id)
         if arrival == "repeated":
             return
         result = RolloutResult.from_message(message)
@@ -149,8 +159,7 @@ class Dispatch:
             self._inbox.put(result)
             return
         if entry.acceptance is None:  # it was accepted on a stream that broke
-            entry.acceptance = Acceptance(entry.rollout_id, "finished", 0, 0, 0.0, attached=True)
-            entry.settle()
+            entry.accepted(Acceptance(entry.rollout_id, "finished", 0, 0, 0.0, attached=True))
         entry.sink.deliver(result)
         self.room.set()
 
@@ -159,8 +168,7 @@ class Dispatch:
         if entry is None or entry.retry is not None:
             return  # its results came first, or another of its samples was refused for now
         self._ledger.accept(entry)
-        entry.acceptance = entry.acceptance or acceptance_of_message(message)
-        entry.settle()
+        entry.accepted(acceptance_of_message(message))
         self.room.set()
 
     def _on_rejected(self, message: v1.Rejected) -> None:

@@ -4,17 +4,23 @@ Both are views: dropping one changes nothing. What this does not know: how resul
 """
 
 from collections.abc import Awaitable, Callable
-from typing import Self
+from typing import Protocol, Self
 
 from rolloutd.client.ledger import Entry
 from rolloutd.client.results import Acceptance, RolloutResult
-from rolloutd.client.stream import RolloutStream
+
+
+class Answering(Protocol):
+    """Who knows the server's answer to an entry."""
+
+    async def acceptance(self, entry: Entry) -> Acceptance:
+        """Refused when the answer is no."""
 
 
 class Submission:
     """A prompt that was submitted."""
 
-    def __init__(self, stream: RolloutStream, entry: Entry) -> None:
+    def __init__(self, stream: Answering, entry: Entry) -> None:
         self._stream = stream
         self._entry = entry
 

@@ -7,9 +7,24 @@ after a failure the buffered results can still be taken, then every take raises 
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 from rolloutd.client.errors import Problem, error_of_problem
 from rolloutd.client.results import RolloutResult
+
+
+class Incoming(Protocol):
+    """Where a stream leaves what no submission of this client waits for."""
+
+    @property
+    def full(self) -> bool:
+        """Whether the stream should not be read on."""
+
+    def put(self, result: RolloutResult) -> None:
+        """A result that no entry of the stream is owed."""
+
+    def fail(self, error: Exception) -> None:
+        """The stream ended for good."""
 
 
 class Inbox:

@@ -52,6 +52,7 @@ class Entry:
     state: Literal["waiting", "sent", "accepted", "ended"] = "waiting"
     cancelled: bool = False
     acceptance: Acceptance | None = None
+    on_accepted: Callable[[Acceptance], None] | None = None
     problem: Problem | None = None  # why it was refused
     settled: asyncio.Event | None = None  # made by whoever waits for acceptance or refusal
     retry: asyncio.TimerHandle | None = None  # a refusal said "later"
@@ -76,6 +77,14 @@ class Entry:
             return self.submitted_at
         limits = [seconds for seconds in (self.message.deadline_seconds, self.message.queue_ttl_seconds) if seconds > 0]
         return self.submitted_at + min(limits, default=math.inf)
+
+    def accepted(self, acceptance: Acceptance) -> None:
+        """The server's answer is yes. No effect the second time."""
+        if self.acceptance is None:
+            self.acceptance = acceptance
+            if self.on_accepted is not None:
+                self.on_accepted(acceptance)
+        self.settle()
 
     def settle(self) -> None:
         """Wakes whoever waits for acceptance, refusal or failure."""
@@ -105,6 +114,11 @@ class Ledger:
 
     def __len__(self) -> int:
         return len(self._submissions)
+
+    @property
+    def rollouts(self) -> int:
+        """Rollouts of entries that have not ended."""
+        return len(self._rollouts)
 
     def entries(self) -> list[Entry]:
         """All entries, oldest first."""
@@ -158,7 +172,7 @@ class Ledger:
             self._finished.popitem(last=False)
 
     def end(self, entry: Entry) -> None:
-        """Forgets an entry."""
+        """Forgets an entry. Rollouts of it that have not ended are foreign from now on."""
         self.accept(entry)
         entry.state = "ended"
         if entry.retry is not None:

@@ -11,6 +11,7 @@ What this does not know: what an event means (dispatch.py), what callers do with
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,10 +21,11 @@ import grpc
 
 from rolloutd import v1
 from rolloutd.client import connection
+from rolloutd.client.access import Access
 from rolloutd.client.connection import backoff_seconds, logger, unavailable
 from rolloutd.client.dispatch import Dispatch
 from rolloutd.client.errors import ClientClosed, Fenced, Problem, error_of_problem, problem_of_status
-from rolloutd.client.inbox import Inbox
+from rolloutd.client.inbox import Incoming
 from rolloutd.client.ledger import Entry, Ledger
 from rolloutd.client.outbox import Outbox
 from rolloutd.client.results import Acceptance, Notice
@@ -55,22 +57,25 @@ class StreamSettings:
     """What a stream is told once."""
 
     target: str
+    access: Access
     hello: v1.Hello
     reconnect_seconds: float
     max_unaccepted: int
-    max_buffered_results: int
     on_notice: Callable[[Notice], None]
+    on_link: Callable[[bool], None] = lambda _: (
+        None
+    )  # called with True when attached, with False when that session ended
 
 
 class RolloutStream:
-    """Entries in; results into `inbox` or each entry's sink."""
+    """Entries in; results into each entry's sink, and those of nobody here into `inbox`."""
 
-    def __init__(self, settings: StreamSettings) -> None:
+    def __init__(self, settings: StreamSettings, inbox: Incoming) -> None:
         self._settings = settings
         self._ledger = Ledger()
         self._outbox = Outbox()
-        self.inbox = Inbox(settings.max_buffered_results, self._let_reader_go)
-        self._dispatch = Dispatch(settings.hello.run_id, self._ledger, self._outbox, self.inbox, settings.on_notice)
+        self._inbox = inbox
+        self._dispatch = Dispatch(settings.hello.run_id, self._ledger, self._outbox, inbox, settings.on_notice)
         self._read_on = asyncio.Event()
         self._waiters = 0  # callers that wait for something else than the inbox
         self._failure: Exception | None = None
@@ -95,7 +100,7 @@ class RolloutStream:
     def waiting(self) -> Iterator[None]:
         """While inside, the stream is read even if nobody empties the inbox."""
         self._waiters += 1
-        self._let_reader_go()
+        self.read_on()
         try:
             yield
         finally:
@@ -110,8 +115,22 @@ class RolloutStream:
                     self._dispatch.room.clear()
                     await self._dispatch.room.wait()
                     self.raise_failure()
+        self.add(entry)
+
+    def add(self, entry: Entry) -> None:
+        """Takes an entry at once, however many others are not accepted yet."""
         self._ledger.add(entry)
         self._outbox.submit(entry)
+
+    def release(self, entry: Entry) -> None:
+        """Gives an entry up: it is neither sent nor delivered any more. Tells the server nothing."""
+        if entry.state != "ended":
+            self._dispatch.release(entry)
+
+    @property
+    def unfinished_rollouts(self) -> int:
+        """Rollouts of the entries it holds."""
+        return self._ledger.rollouts
 
     async def acceptance(self, entry: Entry) -> Acceptance:
         """The server's answer to a submission. Refused when that is no."""
@@ -185,13 +204,14 @@ class RolloutStream:
             delay = min(max(next(delays), problem.retry_after_seconds), left + 0.01)
             if now >= quiet_until or outage_since == now:
                 quiet_until = now + REMINDER_SECONDS
-                logger.warning("stream to %s is down: %s; trying for %.0f s more", self._settings.target, problem, left)
+                patience = f" for {left:.0f} s more" if math.isfinite(left) else ""
+                logger.warning("stream to %s is down: %s; trying%s", self._settings.target, problem, patience)
             await asyncio.sleep(delay)
 
     async def _session(self) -> Problem:
         """One stream from hello to its end: why it ended. Raises what ends all sessions."""
-        channel = connection.open_channel(self._settings.target)
-        call = v1.RolloutServiceStub(channel).SubmitRollout()
+        channel = connection.open_channel(self._settings.target, self._settings.access)
+        call = v1.RolloutServiceStub(channel).SubmitRollout(metadata=self._settings.access.metadata)
         tasks = [asyncio.create_task(self._hello(call))]
         reader: asyncio.Task[None] | None = None
         try:
@@ -203,6 +223,7 @@ class RolloutStream:
             reader = asyncio.create_task(self._read(call))
             tasks += [self._writer, reader, asyncio.create_task(self._resubmit())]
             self._attached.set()
+            self._settings.on_link(True)
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             for task in done:
                 await task
@@ -216,7 +237,9 @@ class RolloutStream:
         except _Ended:
             return Problem("OK", "", "the server ended the stream")
         finally:
-            self._writer = None
+            if self._writer is not None:
+                self._writer = None
+                self._settings.on_link(False)
             call.cancel()  # ends a pending read by itself; cancelling the task that reads would leak native memory
             for task in tasks[1:]:
                 if task is not reader or not self._reading:
@@ -241,7 +264,7 @@ class RolloutStream:
 
     async def _read(self, call: Call) -> None:
         while True:
-            while self.inbox.full and not self._waiters:
+            while self._inbox.full and not self._waiters:
                 self._read_on.clear()
                 await self._read_on.wait()
             self._reading = True
@@ -286,7 +309,8 @@ class RolloutStream:
             return True
         return others > 0 and self._ledger.unaccepted_bytes + entry.size_bytes > MAX_UNACCEPTED_BYTES
 
-    def _let_reader_go(self) -> None:
+    def read_on(self) -> None:
+        """The inbox may have room again."""
         self._read_on.set()
 
     def _fail(self, error: Exception) -> None:
@@ -294,4 +318,4 @@ class RolloutStream:
             self._failure = error
             self._dispatch.fail(error)
             self._attached.set()
-            self._let_reader_go()
+            self.read_on()

@@ -20,6 +20,7 @@ from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from rolloutd.client import client as asyncio_client
 from rolloutd.client import handles
+from rolloutd.client.access import PathLike
 from rolloutd.client.errors import RolloutdError
 from rolloutd.client.prompts import Prompt
 from rolloutd.client.results import Acceptance, Notice, Progress, RolloutResult
@@ -123,6 +124,12 @@ class Client:
         max_unaccepted: int = asyncio_client.MAX_UNACCEPTED,
         max_buffered_results: int = asyncio_client.MAX_BUFFERED_RESULTS,
         on_notice: Callable[[Notice], None] | None = None,
+        api_key: str | None = None,
+        tls: bool = False,
+        ca_file: PathLike | None = None,
+        certificate_file: PathLike | None = None,
+        private_key_file: PathLike | None = None,
+        server_name: str = "",
     ) -> None:
         self._client = asyncio_client.connect(
             target,
@@ -135,6 +142,12 @@ class Client:
             max_unaccepted=max_unaccepted,
             max_buffered_results=max_buffered_results,
             on_notice=on_notice,
+            api_key=api_key,
+            tls=tls,
+            ca_file=ca_file,
+            certificate_file=certificate_file,
+            private_key_file=private_key_file,
+            server_name=server_name,
         )
 
     def __enter__(self) -> Self:

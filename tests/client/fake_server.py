@@ -285,13 +285,26 @@ class FakeServer(v1.RolloutServiceServicer, v1.RunServiceServicer, v1.TrainerSer
         samples = max(1, submission.samples)
         ids = [submission.rollout_id] if samples == 1 else [f"{submission.rollout_id}/{i}" for i in range(samples)]
         new = [rollout_id for rollout_id in ids if rollout_id not in self.rollouts]
+        if all(self._forgotten(rollout_id) for rollout_id in ids):
+            error = v1.Error(code=6, reason="ALREADY_DELIVERED", message="delivered and acknowledged before")
+            rejected = v1.Rejected(rollout_id=submission.rollout_id, kind=v1.ITEM_KIND_SUBMISSION, error=error)
+            events.append(v1.Event(rejected=rejected))
+            return []
         for index, rollout_id in enumerate(ids):
             if rollout_id in new:
                 self.rollouts[rollout_id] = FakeRollout(submission, index, consumer_id)
                 self.runs_started[rollout_id] = self.runs_started.get(rollout_id, 0) + 1
         accepted = v1.Accepted(rollout_id=submission.rollout_id, state=v1.ROLLOUT_STATE_QUEUED, attached=not new)
         events.append(v1.Event(accepted=accepted))
+        for rollout_id in ids:  # whoever asks again gets it again
+            if (result := self.rollouts[rollout_id].result) is not None and not self._forgotten(rollout_id):
+                events.append(v1.Event(finished=result))
         return new
+
+    def _forgotten(self, rollout_id: str) -> bool:
+        """Whether its result was acknowledged."""
+        rollout = self.rollouts.get(rollout_id)
+        return rollout is not None and rollout.result is not None and rollout_id not in self.kept_results
 
     def cancel(self, any_id: str) -> int:
         """Cancels what the id names and has not ended; how many."""

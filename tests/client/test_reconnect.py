@@ -15,6 +15,7 @@ import pytest
 import rolloutd.client
 from rolloutd import v1
 from rolloutd.client import connection, control, stream
+from rolloutd.client.access import Access
 from tests.client.fake_server import Abort, FakeServer
 
 
@@ -175,12 +176,12 @@ async def test_client_103_waiting_for_a_dead_server_keeps_memory_flat(server: Fa
     goal = 100
     open_channel = connection.open_channel
 
-    def counting(target: str) -> grpc.aio.Channel:
+    def counting(target: str, access: Access) -> grpc.aio.Channel:
         nonlocal attempts
         attempts += 1
         if attempts >= goal:
             opened.set()
-        return open_channel(target)
+        return open_channel(target, access)
 
     async with connect(server, reconnect_seconds=600) as client:
         connection.open_channel = counting
