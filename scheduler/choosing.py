@@ -52,6 +52,7 @@ class Look:
         "score",
         "tie",
         "told",
+        "_least_cost",
         "_prefix_weight",
         "_run",
         "_spaces",
@@ -75,8 +76,12 @@ class Look:
         self.told: list[Row] = []  # engines scored for the entry that is best so far
         self._world = world
         self._run = run
-        # The one engine term that adds: its most is the longest hit here, where computing it is dearest.
+        # Of engine terms one adds: at most the share of the longest hit here. One takes away: at least the emptiest's slots.
         self._prefix_weight = max(0.0, weights["prefix"])
+        self._least_cost = 0.0
+        if weights["cost"] > 0.0:
+            fills = [(engine.slots_used + 1) / engine.facts.slots for engine in roomy]
+            self._least_cost = weights["cost"] * min(1.0, min(fills))
         self._spaces = spaces
 
     def outlook(self, entry: Entry) -> tuple[float, float]:
@@ -90,7 +95,7 @@ class Look:
         for weight, term in self.entry_terms:
             value = term(facts)
             fixed += weight * (value if 0.0 <= value <= 1.0 else clamp(value))
-        most = fixed
+        most = fixed - self._least_cost
         hits = entry.hits
         if hits:
             longest = 0
@@ -291,11 +296,12 @@ def _common_hit(world: World, entry: Entry, hits: dict[str, int]) -> int:
     """Tokens of the prompt that every live engine of the pool has: they favour nobody."""
     fewest = -1
     engines = 0
+    remaining = entry.members[0].remaining_tokens
     for engine in world.rooms[entry.pool].members.values():
         if engine.lost or engine.draining:
             continue
         hit = hits.get(engine.cache_key, 0)
-        if not gates.could_serve(world, entry, engine):
+        if not gates.could_serve(world, entry, engine, remaining):
             continue
         if not hit:
             return 0

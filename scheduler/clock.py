@@ -129,7 +129,7 @@ def _housekeeping(world: World) -> None:
     world.index.sweep(SWEEP_NODES)
     for run in list(world.runs.values()):
         consumers.expire(world, run)
-        run.lengths.refresh()
+        run.lengths.note_second()
         _watch_capacity(world, run)
         idle = [group.group_id for group in run.groups.values() if group.unacknowledged == 0]
         for group_id in idle:  # members all delivered, but the announced size was never reached

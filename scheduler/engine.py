@@ -39,6 +39,7 @@ class Engine:
         "critical_used",
         "decode_seconds_per_token",
         "draining",
+        "engine_id",
         "facts",
         "faults",
         "faults_in_a_row",
@@ -75,6 +76,7 @@ class Engine:
 
     def __init__(self, facts: EngineFacts) -> None:
         self.facts = facts
+        self.engine_id = facts.engine_id
         # Its name in the prefix index: its cache lives as long as its process.
         self.cache_key = f"{facts.engine_id}/{facts.incarnation}"
         self.room: Room | None = None  # of its pool, while it is a member
@@ -115,10 +117,6 @@ class Engine:
         self.ghosts = 0
         self.reported_rollouts = 0
         self.tokens_per_second = 0.0
-
-    @property
-    def engine_id(self) -> str:
-        return self.facts.engine_id
 
     def note_room(self) -> None:
         """Call after slots, their use or the limit changed."""

