@@ -252,7 +252,9 @@ class Auditor:
         """A leaf that arrives after its subtree was cancelled goes with it."""
         rollout = watched.rollout
         parent = self.watched.get((rollout.run.run_id, rollout.spec.parent_rollout_id))
-        return parent is not None and parent.rollout.state is RolloutState.FINISHED and parent.cancelled
+        if parent is None or parent.rollout.state is not RolloutState.FINISHED:
+            return False
+        return parent.cancelled or self._parent_cancelled(parent)
 
     def _check_group(self, action: Deliver) -> None:
         event = action.event
