@@ -10,8 +10,6 @@ What this module does not know: placement, engines' replies.
 
 from __future__ import annotations
 
-import zlib
-
 import numpy as np
 
 from rolloutd.scheduler import queueing, turns
@@ -280,8 +278,8 @@ def _learn(run: Run, rollout: Rollout, result: RolloutResult) -> None:
     run.finished_samples += 1
     run.lengths.note_finished(result.prompt_hash, rollout.kind, rollout.rollout_id, result.generated_tokens)
     if result.token_bytes:
-        run.mix.note_output(zlib.crc32(result.token_bytes))
-    if result.logprob_bytes:
+        run.mix.note_output(hash(result.token_bytes))
+    if result.logprob_bytes and run.phase.wants_log_probs:
         log_probs = np.frombuffer(result.logprob_bytes, dtype="<f4")
         run.phase.note_log_prob(float(np.add.reduce(log_probs)) / len(log_probs))
 

@@ -10,22 +10,24 @@ What this module does not know: why a rollout was chosen or used.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
+from typing import Generic, TypeVar
 
 WINDOW_ROLLOUTS = 256
+Name = TypeVar("Name", bound=Hashable)
 OTHER = "(other)"
 
 
-class Window:
+class Window(Generic[Name]):
     """Counts over the last `WINDOW_ROLLOUTS` names."""
 
     __slots__ = ("_names", "counts")
 
     def __init__(self) -> None:
-        self._names: deque[str] = deque()
-        self.counts: Counter[str] = Counter()
+        self._names: deque[Name] = deque()
+        self.counts: Counter[Name] = Counter()
 
-    def add(self, name: str) -> None:
+    def add(self, name: Name) -> None:
         self._names.append(name)
         self.counts[name] = self.counts.get(name, 0) + 1
         if len(self._names) > WINDOW_ROLLOUTS:
@@ -45,10 +47,10 @@ class Mix:
         self.target = dict(target)
         self._max_strata = max_strata
         self._strata: set[str] = set(target)
-        self.dispatched = Window()
+        self.dispatched: Window[str] = Window()
         self._shares: dict[str, tuple[float, float]] = {}  # what `shares` found since the last dispatch
-        self.consumed = Window()
-        self._outputs = Window()
+        self.consumed: Window[str] = Window()
+        self._outputs: Window[int] = Window()
 
     def name(self, stratum: str) -> str:
         """The stratum's name here: itself, or OTHER once there are too many."""
@@ -82,7 +84,7 @@ class Mix:
         self._shares.clear()
 
     def note_output(self, fingerprint: int) -> None:
-        self._outputs.add(str(fingerprint))
+        self._outputs.add(fingerprint)
 
     def distinct_outputs(self) -> float:
         return len(self._outputs.counts) / len(self._outputs) if len(self._outputs) else 1.0

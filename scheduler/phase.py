@@ -25,6 +25,11 @@ class PhaseState:
         self.step = 0
         self.surprise: float | None = None  # mean of minus log-prob of recent tokens
 
+    @property
+    def wants_log_probs(self) -> bool:
+        """Whether anything depends on them: only a threshold on entropy does."""
+        return self.settings.cold_start_entropy > 0.0
+
     def note_log_prob(self, mean_log_prob: float) -> None:
         """Mean log-prob of one finished rollout's tokens."""
         value = -mean_log_prob

@@ -44,31 +44,27 @@ def next_turn(
     long_room: whether any engine has a slot that long work may take; else only short work has a turn, and brief work where
     there is `brief_room`.
     """
-    best: Run | None = None
-    best_order = (True, math.inf, "")
-    best_turns: list[Turn] = []
-    for run in world.waiting.get(pool, ()):
-        order = _run_order(run, pool)
-        if best is not None and order >= best_order:
-            continue
+    waiting = world.waiting.get(pool)
+    if not waiting:
+        return None
+    runs = list(waiting)
+    if len(runs) > 1:
+        runs.sort(key=lambda run: _run_order(run, pool))
+    for run in runs:
         run_id = run.run_id
         turns = [
             Turn(run, pool, rollout_class, short, backlog)
             for (rollout_class, short), backlog in run.ready[pool].items()
             if (long_room or short or (brief_room and backlog.brief)) and (run_id, rollout_class, short) not in blocked
         ]
-        if turns:
-            best, best_order, best_turns = run, order, turns
-    if best is None:
-        return None
-    if len(best_turns) == 1:
-        return _class_turn(world, best, best_turns)
-    ledger = best.ledger
-    if ledger.has_floors:
-        below = [turn for turn in best_turns if owed(best, turn)]
-        if below:
-            return min(below, key=lambda turn: (turn.rollout_class, not turn.short))
-    return _class_turn(world, best, _kind_turn(world, best, best_turns))
+        if not turns:
+            continue
+        if len(turns) > 1 and run.ledger.has_floors and run.ledger.owes():
+            below = [turn for turn in turns if owed(run, turn)]
+            if below:
+                return min(below, key=lambda turn: (turn.rollout_class, not turn.short))
+        return _class_turn(world, run, _kind_turn(world, run, turns))
+    return None
 
 
 def charge(run: Run, pool: str, expected_tokens: float, short: bool) -> None:
@@ -116,7 +112,8 @@ def _kind_turn(world: World, run: Run, turns: list[Turn]) -> list[Turn]:
 
 
 def _class_turn(world: World, run: Run, turns: list[Turn]) -> Turn:
-    turns = sorted(turns, key=lambda turn: (turn.rollout_class, not turn.short))
+    if len(turns) > 1:
+        turns = sorted(turns, key=lambda turn: (turn.rollout_class, not turn.short))
     settings = world.config.queue
     if run.dispatches % settings.overdue_turn == settings.overdue_turn - 1:
         overdue = [turn for turn in turns if _waited(world, turn) > settings.overdue_seconds]
@@ -133,6 +130,8 @@ def _class_turn(world: World, run: Run, turns: list[Turn]) -> Turn:
 def lower_turn(world: World, run: Run) -> int:
     """Every how many dispatches a lower class goes before waiting critical work; 0: never (cold start, trainer waiting)."""
     settings = world.config.policy
+    if not run.phase.blend:
+        return 0
     relaxed = run.phase.blend * (1.0 - run.pressure(world.now))
     return math.ceil(settings.stable_lower_turn / relaxed) if relaxed > 0.01 else 0
 
