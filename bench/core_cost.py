@@ -29,6 +29,7 @@ QUEUED, ENGINES, SLOTS = 100_000, 64, 32
 EXACT_QUEUED, EXACT_SLOTS = 4_000, 8
 WARM_UP, MEASURED = 4_000, 8_000  # dispatches
 EXACT_DISPATCHES = 1_200
+EXACT_SEEDS = 8  # one seed moves by 0.04 either way
 
 
 def measure(load: CoreLoad, free: int, dispatches: int) -> dict[str, float]:
@@ -88,7 +89,7 @@ def main() -> None:
     figures["handle_max_ms"] = round(max(calls) * 1e3, 3)
     if not arguments.no_quality:
         gc.unfreeze()
-        shares = [(hit_share(seed, False), hit_share(seed, True)) for seed in range(2)]
+        shares = [(hit_share(seed, False), hit_share(seed, True)) for seed in range(EXACT_SEEDS)]
         figures["hit_share_of_exact"] = round(sum(ours / exact for ours, exact in shares) / len(shares), 4)
     Console().print(table)
     print(json.dumps(figures))

@@ -29,7 +29,7 @@ from rolloutd.scheduler.states import Gate, TaskType
 
 FRONT = 8  # sorted items kept before the heap
 HEADS_PER_LANE = 3
-LANES_LOOKED_AT = 4  # with a deadline, and as many without
+LANES_LOOKED_AT = 6  # with a deadline, and as many without
 RANK_LOOKS = 8  # looks between two rankings of the lanes
 ENGINES_LOOKED_AT = 4  # whose affinity heaps one look goes into
 HEADS_PER_ENGINE = 2

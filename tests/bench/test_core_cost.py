@@ -26,6 +26,7 @@ def test_every_figure_is_printed(capsys: pytest.CaptureFixture[str], monkeypatch
     monkeypatch.setattr(core_cost, "ENGINES", 8)
     monkeypatch.setattr(core_cost, "EXACT_QUEUED", 400)
     monkeypatch.setattr(core_cost, "EXACT_DISPATCHES", 60)
+    monkeypatch.setattr(core_cost, "EXACT_SEEDS", 1)
     monkeypatch.setattr("sys.argv", ["core_cost", "--queued", "3000"])
     core_cost.main()
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
