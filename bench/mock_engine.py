@@ -57,7 +57,9 @@ def _plain(body: bytes, content_type: bytes = b"application/json", status: bytes
     return head + body
 
 
-_STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+_STREAM_HEAD = (
+    b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+)
 
 
 def _chunk(data: bytes) -> bytes:

@@ -13,7 +13,6 @@ What this module does not know: how either of the two works.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import gc
 import json
 import statistics
@@ -73,7 +72,9 @@ class Figures:
         return statistics.median(first - second for first, second in pairs)
 
 
-async def _closed(figures: Figures, who: str, pid: int, client: HttpClient | StreamClient, tokens: int, seconds: float) -> None:
+async def _closed(
+    figures: Figures, who: str, pid: int, client: HttpClient | StreamClient, tokens: int, seconds: float
+) -> None:
     before = cpu_seconds(pid)
     measured = await client.closed(IN_FLIGHT, seconds)
     used = cpu_seconds(pid) - before

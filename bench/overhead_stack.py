@@ -101,7 +101,7 @@ async def stack(
                 module = "rolloutd.bench.mock_engine"
                 flags = ("--port", str(port), "--hold-seconds", str(hold_seconds))
                 engine = await children.start(f"engine {port}", [sys.executable, "-m", module, *flags])
-                await children.until_ready(engine, lambda port=port: _answers(port), READY_SECONDS)  # type: ignore[misc]
+                await children.until_ready(engine, lambda port=port: answers(port), READY_SECONDS)  # type: ignore[misc]
             urls = [f"http://{HOST}:{port}" for port in engine_ports]
             server = await children.start(
                 "server",
@@ -116,7 +116,7 @@ async def stack(
             policy = ("--policy", "cache_aware", "--log-level", "warn")
             command = [router, "launch", "--host", HOST, *ports, "--worker-urls", *urls, *policy]
             fronting = await children.start("router", command)
-            await children.until_ready(fronting, lambda: _answers(router_port), READY_SECONDS)
+            await children.until_ready(fronting, lambda: answers(router_port), READY_SECONDS)
             yield Stack(tuple(engine_ports), server_port, server.pid, router_port, fronting.pid)
 
 
@@ -127,7 +127,7 @@ def _server_command(urls: Sequence[str], port: int, metrics_port: int) -> list[s
     return [sys.executable, "-m", "rolloutd.server.cli", "serve", *engines, *ports, *vocabulary]
 
 
-async def _answers(port: int) -> bool:
+async def answers(port: int) -> bool:
     try:
         await get(port, "/health")
     except (urllib.error.URLError, OSError):
