@@ -95,7 +95,8 @@ async def measure(running: Stack, effort: Effort, console: Console) -> Figures:
         ours = StreamClient(HOST, running.server_port, f"closed-{tokens}", texts)
         await ours.open()
         router = HttpClient(HOST, running.router_port, texts)
-        for client in (ours, router):
+        warmed: tuple[HttpClient | StreamClient, ...] = (ours, router)
+        for client in warmed:
             await client.closed(IN_FLIGHT, effort.closed_seconds / 3)
         for number in range(effort.pairs):
             console.print(f"closed, {tokens} tokens, pair {number + 1} of {effort.pairs}", highlight=False)
@@ -107,7 +108,7 @@ async def measure(running: Stack, effort: Effort, console: Console) -> Figures:
     texts = prompts(PACED_TOKENS, seed=0)
     ours = StreamClient(HOST, running.server_port, "paced", texts)
     await ours.open()
-    clients = {
+    clients: dict[str, HttpClient | StreamClient] = {
         "engine": HttpClient(HOST, running.engine_ports[0], texts),
         "ours": ours,
         "router": HttpClient(HOST, running.router_port, texts),

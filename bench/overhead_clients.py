@@ -17,6 +17,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from typing import cast
 
 import grpc
 import httptools
@@ -194,7 +195,7 @@ class StreamClient:
         if response is grpc.aio.EOF:
             raise ConnectionError("the server ended the stream")
         ended: list[str] = []
-        for event in response.events:
+        for event in cast(v1.SubmitRolloutResponse, response).events:
             kind = event.WhichOneof("event")
             if kind == "finished":
                 result = event.finished

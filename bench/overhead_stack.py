@@ -42,6 +42,7 @@ class Stack:
 
     engine_ports: tuple[int, ...]
     server_port: int
+    metrics_port: int
     server_pid: int
     router_port: int = 0
     router_pid: int = 0
@@ -50,6 +51,12 @@ class Stack:
         """What the engines' answers claim from now on."""
         for port in self.engine_ports:
             await get(port, f"/prompt_tokens/{count}")
+
+    async def metrics(self) -> dict[str, float]:
+        """Our server's metrics: series with its labels -> value."""
+        lines = (await get(self.metrics_port, "/metrics")).decode().splitlines()
+        pairs = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+        return {name: float(value) for name, _, value in pairs}
 
     async def loads(self) -> list[dict[str, Any]]:
         """Each engine's own counts."""
@@ -110,14 +117,14 @@ async def stack(
             )
             await children.until_ready(server, lambda: _has_engines(server_port, len(urls)), READY_SECONDS)
             if not router:
-                yield Stack(tuple(engine_ports), server_port, server.pid)
+                yield Stack(tuple(engine_ports), server_port, metrics_port, server.pid)
                 return
             ports = ("--port", str(router_port), "--prometheus-port", str(router_metrics_port))
             policy = ("--policy", "cache_aware", "--log-level", "warn")
             command = [router, "launch", "--host", HOST, *ports, "--worker-urls", *urls, *policy]
             fronting = await children.start("router", command)
             await children.until_ready(fronting, lambda: answers(router_port), READY_SECONDS)
-            yield Stack(tuple(engine_ports), server_port, server.pid, router_port, fronting.pid)
+            yield Stack(tuple(engine_ports), server_port, metrics_port, server.pid, router_port, fronting.pid)
 
 
 def _server_command(urls: Sequence[str], port: int, metrics_port: int) -> list[str]:

@@ -36,6 +36,10 @@ MAX_DROP_REASON_CHARACTERS = 64
 SEED_LIMIT = 1 << 63
 _INTEGER_LIMIT = 1 << 63
 DEFAULT_POOL = "policy"
+# Sampling parameters remembered as read and found right, by their bytes on the wire: at most so many, of such a size.
+_MAX_SEEN_SAMPLING = 256
+_MAX_SEEN_SAMPLING_BYTES = 1024
+_seen_sampling: dict[bytes, Mapping[str, Any]] = {}
 
 # Request fields of SGLang that this service sets itself, or that would change how many answers come back and where.
 RESERVED_ENGINE_PARAMS = frozenset(
@@ -226,8 +230,24 @@ _RANGES: Mapping[str, tuple[float, float, bool]] = {
 }
 
 
-def _sampling(message: SamplingParams, check: Checker) -> dict[str, Any]:
-    """The engine's own sampling words; what is absent is left to the engine."""
+def _sampling(message: SamplingParams, check: Checker) -> Mapping[str, Any]:
+    """The engine's own sampling words; what is absent is left to the engine.
+
+    A trainer says the same words with every rollout: those that were right once are not looked at again.
+    """
+    said = message.SerializeToString()
+    words = _seen_sampling.get(said)
+    if words is None:
+        before = len(check.errors)
+        words = _sampling_words(message, check)
+        if len(check.errors) == before and len(said) <= _MAX_SEEN_SAMPLING_BYTES:
+            if len(_seen_sampling) >= _MAX_SEEN_SAMPLING:
+                del _seen_sampling[next(iter(_seen_sampling))]
+            _seen_sampling[said] = words
+    return words
+
+
+def _sampling_words(message: SamplingParams, check: Checker) -> Mapping[str, Any]:
     words: dict[str, Any] = {}
     for name, (low, high, low_excluded) in _RANGES.items():
         if message.HasField(name):  # type: ignore[arg-type]
