@@ -61,8 +61,12 @@ class EventReader:
 def _whole_events(piece: bytes) -> list[bytes] | None:
     """The events of a piece that holds nothing but whole ones of one `data: ` line each, as engines write them; else
     None."""
-    blocks = piece[:-2].split(b"\n\n")
-    for block in blocks:
-        if not block.startswith(b"data: ") or b"\n" in block or b"\r" in block:
+    events: list[bytes] = []
+    begin = 0
+    while begin < len(piece):
+        end = piece.find(b"\n", begin)
+        if not piece.startswith(b"data: ", begin) or piece[end - 1] == 0x0D or piece[end + 1 : end + 2] != b"\n":
             return None
-    return [block[6:] for block in blocks]
+        events.append(piece[begin + 6 : end])
+        begin = end + 2
+    return events

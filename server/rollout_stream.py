@@ -291,13 +291,12 @@ class RolloutStream:
             response = SubmitRolloutResponse()
             size_bytes = 0
             for entry in outbox.take(MAX_EVENTS_PER_MESSAGE):
-                event = to_event(entry, server, self._policy_version)
+                event = to_event(entry, server, self._policy_version, response.events.add())
                 if not isinstance(entry, ItemRefused) and isinstance(entry.event, Finished):
                     result = entry.event.result
                     size_bytes += result.size_bytes
                     if result.extras or result.size_bytes > _MESSAGE_BYTES:
                         self._fit(event)
-                response.events.append(event)
                 if size_bytes >= _MESSAGE_BYTES:
                     break
             await self._context.write(response)
