@@ -154,6 +154,12 @@ class RunLoop:
 
     # -- life --------------------------------------------------------------------------------------------------------
 
+    def is_quiet(self) -> bool:
+        """Whether nothing is on an engine and nothing waits to be."""
+        if self._attempts or self.core.wants_tick:
+            return False
+        return not any(self.core.statistics().queued.values())
+
     async def wait_idle(self) -> None:
         """Return when no attempt is on an engine."""
         await self._idle.wait()
