@@ -50,11 +50,12 @@ async def read(call: Call) -> v1.SubmitRolloutResponse | None:
 
 
 class Canceller:
-    """Keeps `IN_FLIGHT` rollouts going until `total` have been cancelled or have ended."""
+    """Keeps `IN_FLIGHT` rollouts going until `total` have been cancelled or have ended; the first `warm_up` are not told."""
 
-    def __init__(self, call: Call, total: int, seed: int) -> None:
+    def __init__(self, call: Call, total: int, warm_up: int, seed: int) -> None:
         self._call = call
-        self._total = total
+        self._total = total + warm_up
+        self._warm_up = warm_up
         self._random = random.Random(seed)
         self._prompts = prompts(PROMPT_TOKENS, seed)
         self._due: list[tuple[float, str]] = []
@@ -101,8 +102,9 @@ class Canceller:
                 if event.HasField("finished"):
                     self._cursor = event.cursor
                     self._ended += 1
-                    if self._ended % TELL_EVERY == 0 or self._ended == self._total:
-                        print(f"cancelled {self._ended}", flush=True)
+                    told = self._ended - self._warm_up
+                    if told > 0 and (told % TELL_EVERY == 0 or self._ended == self._total):
+                        print(f"cancelled {told}", flush=True)
                 elif event.HasField("rejected") and event.rejected.kind == v1.ITEM_KIND_SUBMISSION:
                     raise RuntimeError(f"{event.rejected.rollout_id} was refused: {event.rejected.error}")
 
@@ -160,10 +162,10 @@ class Streams:
         return cursor
 
 
-async def _main(port: int, cancels: int, streams: int, seed: int) -> None:
+async def _main(port: int, cancels: int, warm_up: int, streams: int, seed: int) -> None:
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         if cancels:
-            await Canceller(await open_stream(channel, "cancels", "c"), cancels, seed).run()
+            await Canceller(await open_stream(channel, "cancels", "c"), cancels, warm_up, seed).run()
         if streams:
             await Streams(channel, streams, seed).run()
 
@@ -172,10 +174,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="cancels rollouts and opens and closes streams")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--cancels", type=int, required=True)
+    parser.add_argument("--warm-up", type=int, default=0, help="cancels before those")
     parser.add_argument("--streams", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    uvloop.run(_main(options.port, options.cancels, options.streams, options.seed))
+    uvloop.run(_main(options.port, options.cancels, options.warm_up, options.streams, options.seed))
 
 
 if __name__ == "__main__":
