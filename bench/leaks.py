@@ -5,7 +5,7 @@ processes of their own. Memory is resident bytes over cancels (streams), as a li
 during which bounded things (ids of delivered rollouts, decisions, the index, allocator arenas) reach their size.
 
 Rollouts are cancelled by a message on their stream. Cancelling the RPC instead leaks native memory inside grpc.aio
-(grpc#43360), in the client as well; nothing in this server or its clients does that while a run lives.
+(grpc#43360), in the client as well; our client cancels its RPC only when a session has ended.
 
 The last line is JSON: `bytes_per_cancel`, `bytes_per_stream`, and counts of what leaked: `tasks`, `streams` (outboxes and
 consumers' RPCs), `engine_requests`, `counters` (what the core's own check finds, and records that nothing owns).

@@ -132,7 +132,10 @@ class HttpClient:
 
     def _lost(self, connection: Connection) -> None:
         self._open.discard(connection)
-        if connection in self._idle:
+        self._closing(connection)
+
+    def _closing(self, connection: Connection) -> None:
+        if connection.idle_since and connection in self._idle:
             self._idle.remove(connection)
 
     def _freed(self, connection: Connection) -> None:
@@ -154,7 +157,7 @@ class Connection(asyncio.Protocol):
     """One connection of a client's pool. Returns to the pool by itself when an answer is complete."""
 
     def __init__(self, client: HttpClient) -> None:
-        self.idle_since = 0.0
+        self.idle_since = 0.0  # 0: in use
         self._client = client
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -168,6 +171,7 @@ class Connection(asyncio.Protocol):
     def send(self, head: bytes, body: bytes, receiver: Receiver) -> None:
         """Begin a request: `head` from `HttpClient.head`. Only on a connection that the client gave out."""
         assert self._transport is not None
+        self.idle_since = 0.0
         self._receiver = receiver
         self._content_type = b""
         self._has_end = self._in_body = False
@@ -185,6 +189,7 @@ class Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Close the socket now; a request that runs ends with ConnectionCut."""
+        self._client._closing(self)
         if self._transport is not None:
             self._transport.abort()
 
@@ -212,6 +217,10 @@ class Connection(asyncio.Protocol):
             self._finish(ConnectionCut(f"connection cut: {exc or 'closed by the other side'}"))
 
     # -- httptools callbacks -----------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self._receiver is None:
+            self.close()  # more than was asked for
 
     def on_header(self, name: bytes, value: bytes) -> None:
         size = len(name)
