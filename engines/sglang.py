@@ -101,6 +101,7 @@ class SGLangEngine:
         self._incremental = False
         self._attempts: dict[str, Attempt] = {}
         self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     # ---- control calls ----
 
@@ -238,7 +239,10 @@ class SGLangEngine:
             raise self._fault(FaultKind.BUSY, f"{self._max_connections} attempts are running already (max_connections)")
         if self._closed:
             raise self._fault(FaultKind.BROKEN, "the door was closed")
-        attempt = Attempt(request, Collector(request, self._incremental), self.timeouts, on_progress)
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()  # once: in Python 3.11 each of these is a system call
+        collector = Collector(request, self._incremental)
+        attempt = Attempt(request, collector, self.timeouts, on_progress, self._loop)
         self._attempts[request.attempt_id] = attempt
         try:
             return await self._run(attempt, body)

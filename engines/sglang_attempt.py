@@ -68,7 +68,12 @@ class Attempt:
     )  # fmt: skip
 
     def __init__(
-        self, request: AttemptRequest, collector: Collector, timeouts: Timeouts, on_progress: Callable[[Progress], None]
+        self,
+        request: AttemptRequest,
+        collector: Collector,
+        timeouts: Timeouts,
+        on_progress: Callable[[Progress], None],
+        loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.request = request
         self.collector = collector
@@ -77,7 +82,7 @@ class Attempt:
         self.error_body = b""  # of an answer that is no stream, cut at _ERROR_BODY_BYTES
         self.hung_up = ""  # why we hung up, "" if we did not
         self.abort_timer: asyncio.TimerHandle | None = None
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop
         self.done: asyncio.Future[None] = self._loop.create_future()
         self._timeouts = timeouts
         self._on_progress = on_progress

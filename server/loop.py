@@ -81,6 +81,15 @@ class RunLoop:
         self._tick_ended = -math.inf
         self._inside = False
         self._closed = False
+        # Asked for once: in Python 3.11 each get_running_loop() is a system call (getpid).
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def event_loop(self) -> asyncio.AbstractEventLoop:
+        """The loop everything here runs on."""
+        if self._event_loop is None:
+            self._event_loop = asyncio.get_running_loop()
+        return self._event_loop
 
     # -- events in ---------------------------------------------------------------------------------------------------
 
@@ -177,7 +186,7 @@ class RunLoop:
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """Run a task that the loop keeps track of; an exception that escapes it is logged as an error."""
-        task = asyncio.create_task(work, name=name)
+        task = self.event_loop.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
 
@@ -267,7 +276,7 @@ class RunLoop:
     def _arm(self) -> None:
         if self._closed:
             return
-        loop = asyncio.get_running_loop()
+        loop = self.event_loop
         if self.core.wants_tick and self._tick_handle is None:
             rest = self._tick_ended + self._tick_cost_seconds - self.clock()
             if rest <= MIN_TIMER_SECONDS:
@@ -333,7 +342,7 @@ class _Throttle:
             or self._loop.clock() - self._posted_at >= PROGRESS_SECONDS
         ):
             self._pending = progress
-            loop = asyncio.get_running_loop()
+            loop = self._loop.event_loop
             loop.call_soon(loop.call_soon, self._post)
 
     def end(self) -> None:

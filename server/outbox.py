@@ -26,6 +26,9 @@ MAX_EVENTS_PER_MESSAGE = 256
 PAUSE_ANSWERS = 4096
 
 
+_CAN_WAIT = frozenset((Accepted, Progressed, Notice))
+
+
 @dataclass(frozen=True, slots=True)
 class ItemRefused:
     """An item of a request message that was refused before or beside the core. `kind`: the contract's ItemKind."""
@@ -142,4 +145,4 @@ class Outbox:
 
 
 def _is_urgent(entry: Deliver | ItemRefused) -> bool:
-    return isinstance(entry, ItemRefused) or not isinstance(entry.event, Accepted | Progressed | Notice)
+    return type(entry) is ItemRefused or type(entry.event) not in _CAN_WAIT  # type: ignore[union-attr]
