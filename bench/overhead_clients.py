@@ -157,16 +157,23 @@ class _HttpConnection(asyncio.Protocol):
 
 
 class StreamClient:
-    """One SubmitRollout stream. What finished since the last message is replaced, and acknowledged, in one message."""
+    """One SubmitRollout stream. What finished since the last message is replaced, and acknowledged, in one message.
 
-    def __init__(self, host: str, port: int, run_id: str, token_prompts: list[bytes]) -> None:
+    `samples`: rollouts per submission; above 1 they are a group, whose prompt travels once.
+    """
+
+    def __init__(self, host: str, port: int, run_id: str, token_prompts: list[bytes], samples: int = 1) -> None:
         self._channel = grpc.aio.insecure_channel(f"{host}:{port}", options=_CHANNEL_OPTIONS)
         self._call = v1.RolloutServiceStub(self._channel).SubmitRollout()
         self._run_id = run_id
         sampling = v1.SamplingParams(max_new_tokens=OUTPUT_TOKENS, temperature=1.0)
         self._submissions = itertools.cycle(
-            [v1.RolloutSubmission(token_bytes=prompt, sampling=sampling, logprobs=True) for prompt in token_prompts]
+            [
+                v1.RolloutSubmission(token_bytes=prompt, sampling=sampling, logprobs=True, samples=samples)
+                for prompt in token_prompts
+            ]
         )
+        self._samples = samples
         self._names = itertools.count()
         self._cursor = 0
 
@@ -181,9 +188,9 @@ class StreamClient:
             pass
         await self._channel.close()
 
-    def _message(self, rollouts: int) -> v1.SubmitRolloutRequest:
+    def _message(self, submissions: int) -> v1.SubmitRolloutRequest:
         message = v1.SubmitRolloutRequest(acknowledge_through_cursor=self._cursor)
-        for _ in range(rollouts):
+        for _ in range(submissions):
             submission = next(self._submissions)
             submission.rollout_id = f"r{next(self._names)}"
             message.submissions.append(submission)
@@ -203,22 +210,26 @@ class StreamClient:
                     raise RuntimeError(f"{result.rollout_id} ended with {result.error}")
                 self._cursor = event.cursor
                 ended.append(result.rollout_id)
+            elif kind == "group_finished":
+                self._cursor = event.cursor
             elif kind == "rejected":
                 raise RuntimeError(f"{event.rejected.rollout_id} was refused: {event.rejected.error}")
         return ended
 
     async def closed(self, in_flight: int, seconds: float) -> Measured:
         measured = Measured()
-        running = in_flight
+        running = replaceable = 0
         started = time.perf_counter()
-        await self._call.write(self._message(in_flight))
-        while running:
+        ended = in_flight
+        while running or not measured.rollouts:
+            replaceable += ended
+            submissions, replaceable = divmod(replaceable, self._samples)
+            if submissions and time.perf_counter() - started < seconds:
+                running += submissions * self._samples
+                await self._call.write(self._message(submissions))
             ended = len(await self._finished())
             measured.rollouts += ended
             running -= ended
-            if ended and time.perf_counter() - started < seconds:
-                running += ended
-                await self._call.write(self._message(ended))
         measured.seconds = time.perf_counter() - started
         return measured
 
