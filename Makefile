@@ -16,6 +16,11 @@ ENGINE ?= sim
 # Git revision whose contract must still be understood; empty while nothing has been released.
 AGAINST ?= $(shell git describe --tags --match 'v[0-9]*' --abbrev=0 2>/dev/null)
 
+# Run a benchmark, and keep what it prints for `make cost-table`: $(call BENCH,name,module and flags)
+define BENCH
+@mkdir -p runs/bench && $(PYTHON) -m rolloutd.bench.$(2) | tee runs/bench/$(1).txt
+endef
+
 define FIND_PYTHON
 for candidate in "$${ROLLOUTD_PYTHON:-}" python3 python3.13 python3.12 python3.11; do \
     if [ -n "$$candidate" ] && "$$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null; then \
@@ -81,11 +86,27 @@ format: $(STAMP) ## put sources into the shape that lint asks for
 
 .PHONY: bench-core
 bench-core: $(STAMP) ## what one dispatch costs the core, and how near it comes to an exact choice; the last line is JSON (2 minutes)
-	@$(PYTHON) -m rolloutd.bench.core_cost
+	$(call BENCH,core,core_cost)
 
 .PHONY: bench-index
 bench-index: $(STAMP) ## what the prefix index costs at a million pages; the last line is JSON (1 minute)
-	@$(PYTHON) -m rolloutd.bench.index_cost
+	$(call BENCH,index,index_cost)
+
+.PHONY: bench-overhead
+bench-overhead: $(STAMP) ## what the server costs next to sglang-router; the last line is JSON (4 minutes; QUICK=1: a look)
+	$(call BENCH,overhead,overhead $(if $(QUICK),--quick))
+
+.PHONY: bench-leaks
+bench-leaks: $(STAMP) ## what 100,000 cancels and 20,000 streams leave behind; the last line is JSON (4 minutes)
+	$(call BENCH,leaks,leaks)
+
+.PHONY: cost-table
+cost-table: $(STAMP) ## write the README's cost table from what the benchmarks last printed here
+	@$(PYTHON) -m rolloutd.bench.cost_table
+
+.PHONY: profile
+profile: $(STAMP) ## a flame graph of the server under the load of bench-overhead; prints its path
+	@$(PYTHON) -m rolloutd.bench.server_profile
 
 .PHONY: stubs
 stubs: $(STAMP) ## regenerate the Python stubs from the .proto files

@@ -134,7 +134,10 @@ def ids_to_bytes(ids: list[int]) -> bytes:
 
 
 def _logprob_array(entries: list[LogprobEntry]) -> array[float]:
-    return array("f", [_NAN if entry[0] is None else entry[0] for entry in entries])
+    try:
+        return array("f", [entry[0] for entry in entries])  # type: ignore[misc]
+    except TypeError:  # the rare one that is not finite
+        return array("f", [_NAN if entry[0] is None else entry[0] for entry in entries])
 
 
 def _top(rows: list[TopEntry]) -> list[tuple[tuple[float, int], ...]]:

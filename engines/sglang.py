@@ -18,66 +18,29 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import aiohttp
 import msgspec
 import orjson
 
 from rolloutd.engines import model_config
 from rolloutd.engines.base import AttemptRequest, EngineFault, EngineInfo, EngineLoad, FaultKind, Progress, Slice
-from rolloutd.engines.frames import Collector, FrameError, decode_frame
+from rolloutd.engines.frames import Collector, FrameError
+from rolloutd.engines.http_client import Connection, ConnectionCut, HttpClient, Unreached
 from rolloutd.engines.request_body import encode
+from rolloutd.engines.sglang_attempt import Attempt, ErrorFrame, Silence
+from rolloutd.engines.sglang_attempt import Timeouts as Timeouts
 from rolloutd.engines.sglang_info import Loads, ModelInfo, ServerInfo, engine_info, engine_load
-from rolloutd.engines.sse import EventReader, EventTooLarge
+from rolloutd.engines.sse import EventTooLarge
 
 # SGLang closes a connection that is idle for 5 s (SGLANG_TIMEOUT_KEEP_ALIVE); dropping ours sooner avoids sending into
 # a reset.
 _KEEPALIVE_SECONDS = 4.0
-# After the last frame only the stream's own end is missing; worth this long, because then the connection can be used
-# again.
-_DRAIN_SECONDS = 1.0
-_READ_BUFFER_BYTES = 256 << 10
 _ERROR_TEXT_BYTES = 2000
 # Enough for any pool of slots we know; a larger number in flight means that the caller lost count.
 DEFAULT_MAX_CONNECTIONS = 4096
 
-_DONE = b"[DONE]"
 _Answer = TypeVar("_Answer")
-
-
-@dataclass(frozen=True, slots=True)
-class Timeouts:
-    """Limits of each kind of wait, in seconds."""
-
-    connect_seconds: float = 5.0
-    first_byte_seconds: float = 10.0  # from connected to the response's header; SGLang sends it before any work
-    idle_seconds: float = 120.0  # without a frame: queueing, prefill and decode together
-    abort_seconds: float = 2.0  # from abort() to hanging up
-    control_seconds: float = 10.0  # any other call
-
-
-class _Attempt:
-    """One running generate(): what has arrived, and the handle that ends it."""
-
-    __slots__ = ("collector", "hang_up_timer", "hung_up", "limit")
-
-    def __init__(self, collector: Collector) -> None:
-        self.collector = collector
-        self.limit: asyncio.Timeout | None = None  # set while there is something to hang up
-        self.hung_up = ""  # why we hung up, "" if we did not
-        self.hang_up_timer: asyncio.TimerHandle | None = None
-
-    def hang_up(self, why: str) -> None:
-        if self.limit is not None and not self.hung_up and not self.limit.expired():
-            self.hung_up = why
-            self.limit.reschedule(asyncio.get_running_loop().time())
-
-    def ended(self) -> None:
-        self.limit = None
-        if self.hang_up_timer is not None:
-            self.hang_up_timer.cancel()
 
 
 def _kind_of_status(status: int) -> FaultKind:
@@ -122,19 +85,23 @@ class SGLangEngine:
     ) -> None:
         self.url = url.rstrip("/")
         self.timeouts = timeouts or Timeouts()
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = HttpClient(
+            self.url, connect_seconds=self.timeouts.connect_seconds, keepalive_seconds=_KEEPALIVE_SECONDS
+        )
         # With both keys set the server refuses the normal one on controlling routes.
-        control_key = admin_api_key or api_key
-        self._control_headers = {"Authorization": f"Bearer {control_key}"} if control_key else {}
-        self._json = {"Content-Type": "application/json"}
+        normal, control = _authorization(api_key), _authorization(admin_api_key or api_key)
+        json = {"Content-Type": "application/json"}
+        self._generate_head = self._http.head("POST", "/generate", normal | json)
+        self._abort_head = self._http.head("POST", "/abort_request", control | json)
+        self._normal = normal
         self._configured_vocabulary = vocabulary_size
         self._max_connections = max_connections
         self._info: EngineInfo | None = None
         self._vocabulary = 0
         self._incremental = False
-        self._attempts: dict[str, _Attempt] = {}
-        self._session: aiohttp.ClientSession | None = None
+        self._attempts: dict[str, Attempt] = {}
         self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     # ---- control calls ----
 
@@ -219,7 +186,7 @@ class SGLangEngine:
 
     async def ready(self) -> bool:
         """200 or 503 of `/ready`."""
-        status, body = await self._call("GET", "/ready", self._headers, None, self.timeouts.control_seconds)
+        status, body = await self._page("/ready")
         if status not in (200, 503):
             raise self._fault(FaultKind.BROKEN, f"/ready answered {status}: {_error_text(body)}")
         return status == 200
@@ -233,16 +200,15 @@ class SGLangEngine:
         if not attempt_id:
             raise self._fault(FaultKind.REFUSED, "abort: the attempt id is empty")
         attempt = self._attempts.get(attempt_id)
-        if attempt is not None and attempt.hang_up_timer is None:
+        if attempt is not None and attempt.abort_timer is None:
             # An abort that reaches the engine before its request does is forgotten there; hanging up works at any
             # moment.
             loop = asyncio.get_running_loop()
-            attempt.hang_up_timer = loop.call_later(self.timeouts.abort_seconds, attempt.hang_up, "abort")
+            attempt.abort_timer = loop.call_later(self.timeouts.abort_seconds, attempt.hang_up, "abort")
         try:
             status, body = await self._call(
-                "POST",
                 "/abort_request",
-                self._control_headers,
+                self._abort_head,
                 orjson.dumps({"rid": attempt_id, "abort_all": False}),
                 self.timeouts.abort_seconds,
             )
@@ -258,8 +224,7 @@ class SGLangEngine:
         self._closed = True
         for attempt in list(self._attempts.values()):
             attempt.hang_up("closed")
-        if self._session is not None:
-            await self._session.close()
+        self._http.close()
 
     # ---- generation ----
 
@@ -272,102 +237,66 @@ class SGLangEngine:
             raise self._fault(FaultKind.REFUSED, f"attempt_id: {request.attempt_id} is already running")
         if len(self._attempts) >= self._max_connections:
             raise self._fault(FaultKind.BUSY, f"{self._max_connections} attempts are running already (max_connections)")
-        attempt = _Attempt(Collector(request, self._incremental))
+        if self._closed:
+            raise self._fault(FaultKind.BROKEN, "the door was closed")
+        if self._loop is None:
+            self._loop = asyncio.get_running_loop()  # once: in Python 3.11 each of these is a system call
+        collector = Collector(request, self._incremental)
+        attempt = Attempt(request, collector, self.timeouts, on_progress, self._loop)
         self._attempts[request.attempt_id] = attempt
         try:
-            return await self._run(request, body, attempt, on_progress)
+            return await self._run(attempt, body)
         finally:
             del self._attempts[request.attempt_id]
-            attempt.ended()
+            attempt.release()
 
-    async def _run(
-        self, request: AttemptRequest, body: bytes, attempt: _Attempt, on_progress: Callable[[Progress], None]
-    ) -> Slice:
+    async def _run(self, attempt: Attempt, body: bytes) -> Slice:
         collector = attempt.collector
-        trouble: tuple[FaultKind, str]
+        trouble = FaultKind.BROKEN, "the stream ended before the attempt did"
         try:
-            async with asyncio.timeout(self.timeouts.connect_seconds + self.timeouts.first_byte_seconds) as limit:
-                attempt.limit = limit
-                response = await self._open().post(
-                    self.url + "/generate", data=body, headers=self._headers | self._json
-                )
-                try:
-                    await self._check_head(response)
-                    await self._read(request, response, attempt, limit, on_progress)
-                finally:
-                    # Hangs up unless the stream has ended; then the connection is back in the pool already.
-                    response.close()
-            trouble = FaultKind.BROKEN, "the stream ended before the attempt did"
-        except TimeoutError as error:
-            trouble = FaultKind.SILENT, self._silence(attempt, error)
-        except aiohttp.ClientConnectorError as error:
-            trouble = FaultKind.UNREACHED, f"connection failed: {_name(error)}"
-        except (aiohttp.ClientError, OSError) as error:
-            trouble = FaultKind.BROKEN, f"connection failed: {_name(error)}"
+            connection = self._http.free() or await self._connect(attempt)
+            if connection is not None:
+                attempt.start(connection, self._generate_head, body)
+            await attempt.done
+        except Unreached as error:
+            trouble = FaultKind.UNREACHED, str(error)
+        except Silence as silence:
+            trouble = FaultKind.SILENT, self._silence(attempt, answered=silence.answered)
+        except ConnectionCut as error:
+            trouble = FaultKind.BROKEN, str(error)
+        except ErrorFrame as error:
+            kind = FaultKind.BROKEN if error.code is None else _kind_of_status(error.code)
+            raise self._fault(kind, _error_text(error.data), collector) from None
         except (msgspec.MsgspecError, FrameError, EventTooLarge, UnicodeDecodeError) as error:
             raise self._fault(FaultKind.BROKEN, f"frame not understood: {error}", collector) from error
-        finally:
-            attempt.limit = None
         if collector.finish is not None:
             return self._outcome(collector)
         if attempt.hung_up == "abort":
             return collector.slice("abort")
         if attempt.hung_up:
             raise self._fault(FaultKind.BROKEN, "the door was closed", collector)
+        if attempt.status and attempt.status != 200:
+            text = _error_text(attempt.error_body)
+            raise self._fault(_kind_of_status(attempt.status), f"/generate answered {attempt.status}: {text}")
+        if attempt.status and not attempt.is_stream:
+            kind_of_page = attempt.content_type or "no content type"
+            raise self._fault(
+                FaultKind.BROKEN, f"/generate answered {kind_of_page}, not an event stream; is this SGLang?"
+            )
         raise self._fault(*trouble, collector)
 
-    async def _check_head(self, response: aiohttp.ClientResponse) -> None:
-        if response.status != 200:
-            text = _error_text(await response.content.read(64 << 10))
-            raise self._fault(_kind_of_status(response.status), f"/generate answered {response.status}: {text}")
-        if response.content_type != "text/event-stream":
-            raise self._fault(
-                FaultKind.BROKEN, f"/generate answered {response.content_type}, not an event stream; is this SGLang?"
-            )
-
-    async def _read(
-        self,
-        request: AttemptRequest,
-        response: aiohttp.ClientResponse,
-        attempt: _Attempt,
-        limit: asyncio.Timeout,
-        on_progress: Callable[[Progress], None],
-    ) -> None:
-        clock = asyncio.get_running_loop().time
-        idle_seconds = self.timeouts.idle_seconds
-        collector = attempt.collector
-        events = EventReader()
-        content = response.content
-        limit.reschedule(clock() + idle_seconds)
-        while piece := await content.readany():
-            arrived = events.feed(piece)
-            if not arrived or collector.has_finished():
-                continue
-            before = collector.generated_tokens
-            for data in arrived:
-                if data == _DONE or collector.has_finished():
-                    break
-                self._take(request, collector, data)
-            if not collector.has_finished():
-                limit.reschedule(clock() + idle_seconds)
-            elif not attempt.hung_up:
-                limit.reschedule(clock() + _DRAIN_SECONDS)
-            if collector.generated_tokens > before:
-                on_progress(
-                    Progress(
-                        request.attempt_id, collector.generated_tokens, collector.prompt_tokens, collector.cached_tokens
-                    )
-                )
-
-    def _take(self, request: AttemptRequest, collector: Collector, data: bytes) -> None:
-        frame = decode_frame(data)
-        if frame.error is not None:
-            code = frame.error.get("code") if isinstance(frame.error, dict) else None
-            kind = _kind_of_status(code) if isinstance(code, int) else FaultKind.BROKEN
-            raise self._fault(kind, _error_text(data), collector)
-        new = collector.add(frame)
-        if request.engine_params:
-            collector.add_extras(orjson.loads(data)["meta_info"], new)
+    async def _connect(self, attempt: Attempt) -> Connection | None:
+        """A new connection, or None when the attempt was hung up on before."""
+        opening = asyncio.create_task(self._http.connect())
+        waits: set[asyncio.Future[Any]] = {opening, attempt.done}
+        wanted = False
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            wanted = not attempt.done.done()
+            return opening.result() if wanted else None
+        finally:
+            if not wanted and not opening.cancel() and opening.exception() is None:
+                opening.result().close()  # it came about in the same moment
 
     def _outcome(self, collector: Collector) -> Slice:
         finish = collector.finish
@@ -384,48 +313,32 @@ class SGLangEngine:
             collector,
         )
 
-    def _silence(self, attempt: _Attempt, error: TimeoutError) -> str:
-        if isinstance(error, aiohttp.ConnectionTimeoutError):
-            return f"no connection within {self.timeouts.connect_seconds:g} s"
+    def _silence(self, attempt: Attempt, *, answered: bool) -> str:
         if attempt.collector.generated_tokens:
             return f"no frame for {self.timeouts.idle_seconds:g} s after {attempt.collector.generated_tokens} tokens"
-        first_byte, idle = self.timeouts.first_byte_seconds, self.timeouts.idle_seconds
-        return f"no first token within the limit (first byte {first_byte:g} s, then {idle:g} s without a frame)"
+        if answered:
+            return f"no first token within {self.timeouts.idle_seconds:g} s"
+        return f"no first byte within {self.timeouts.first_byte_seconds:g} s"
 
     # ---- HTTP ----
 
-    def _open(self) -> aiohttp.ClientSession:
+    async def _call(self, path: str, head: bytes, body: bytes, seconds: float) -> tuple[int, bytes]:
         if self._closed:
             raise self._fault(FaultKind.BROKEN, "the door was closed")
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                # No limit in the pool: attempts are counted by us, and an abort must never wait for a free connection.
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_SECONDS),
-                cookie_jar=aiohttp.DummyCookieJar(),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.timeouts.connect_seconds),
-                auto_decompress=False,
-                read_bufsize=_READ_BUFFER_BYTES,
-            )
-        return self._session
-
-    async def _call(
-        self, method: str, path: str, headers: dict[str, str], body: bytes | None, seconds: float
-    ) -> tuple[int, bytes]:
-        if body is not None:
-            headers = headers | self._json
         try:
-            async with (
-                asyncio.timeout(seconds),
-                self._open().request(method, self.url + path, data=body, headers=headers) as response,
-            ):
-                return response.status, await response.read()
+            async with asyncio.timeout(seconds):
+                return await self._http.call(head, body)
         except TimeoutError as error:
             raise self._fault(FaultKind.SILENT, f"{path}: no answer within {seconds:g} s") from error
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._fault(FaultKind.BROKEN, f"{path}: connection failed: {_name(error)}") from error
+        except (Unreached, ConnectionCut) as error:
+            raise self._fault(FaultKind.BROKEN, f"{path}: {error}") from error
+
+    async def _page(self, path: str) -> tuple[int, bytes]:
+        head = self._http.head("GET", path, self._normal)
+        return await self._call(path, head, b"", self.timeouts.control_seconds)
 
     async def _get(self, path: str) -> bytes:
-        status, body = await self._call("GET", path, self._headers, None, self.timeouts.control_seconds)
+        status, body = await self._page(path)
         if status in (401, 403):
             raise self._fault(FaultKind.REFUSED, f"{path} answered {status}: set api_key for this engine")
         if status != 200:
@@ -444,5 +357,5 @@ class SGLangEngine:
         return EngineFault(kind, f"engine {self.url}: {message}", partial)
 
 
-def _name(error: Exception) -> Any:
-    return str(error) or type(error).__name__
+def _authorization(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}

@@ -37,8 +37,10 @@ class EventReader:
 
     def feed(self, piece: bytes) -> list[bytes]:
         """Data of the events that this piece completes, in order; data lines of one event are joined by a newline."""
-        events: list[bytes] = []
         buffer = self._buffer
+        if not buffer and not self._data and piece.endswith(b"\n\n") and (whole := _whole_events(piece)) is not None:
+            return whole
+        events: list[bytes] = []
         buffer += piece
         begin = 0
         while (end := buffer.find(b"\n", max(begin, self._scanned))) >= 0:
@@ -54,3 +56,17 @@ class EventReader:
         if len(buffer) + sum(map(len, self._data)) > MAX_EVENT_BYTES:
             raise EventTooLarge(f"an event of the stream is larger than {MAX_EVENT_BYTES} bytes")
         return events
+
+
+def _whole_events(piece: bytes) -> list[bytes] | None:
+    """The events of a piece that holds nothing but whole ones of one `data: ` line each, as engines write them; else
+    None."""
+    events: list[bytes] = []
+    begin = 0
+    while begin < len(piece):
+        end = piece.find(b"\n", begin)
+        if not piece.startswith(b"data: ", begin) or piece[end - 1] == 0x0D or piece[end + 1 : end + 2] != b"\n":
+            return None
+        events.append(piece[begin + 6 : end])
+        begin = end + 2
+    return events

@@ -81,6 +81,15 @@ class RunLoop:
         self._tick_ended = -math.inf
         self._inside = False
         self._closed = False
+        # Asked for once: in Python 3.11 each get_running_loop() is a system call (getpid).
+        self._event_loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def event_loop(self) -> asyncio.AbstractEventLoop:
+        """The loop everything here runs on."""
+        if self._event_loop is None:
+            self._event_loop = asyncio.get_running_loop()
+        return self._event_loop
 
     # -- events in ---------------------------------------------------------------------------------------------------
 
@@ -154,6 +163,12 @@ class RunLoop:
 
     # -- life --------------------------------------------------------------------------------------------------------
 
+    def is_quiet(self) -> bool:
+        """Whether nothing is on an engine and nothing waits to be."""
+        if self._attempts or self.core.wants_tick:
+            return False
+        return not any(self.core.statistics().queued.values())
+
     async def wait_idle(self) -> None:
         """Return when no attempt is on an engine."""
         await self._idle.wait()
@@ -171,7 +186,7 @@ class RunLoop:
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """Run a task that the loop keeps track of; an exception that escapes it is logged as an error."""
-        task = asyncio.create_task(work, name=name)
+        task = self.event_loop.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
 
@@ -211,10 +226,11 @@ class RunLoop:
 
     async def _attempt(self, dispatch: actions.Dispatch, held: _Door | None) -> None:
         end: events.Event
+        progress = _Throttle(self)
         try:
             if held is None:
                 raise EngineFault(DoorFault.BROKEN, f"engine {dispatch.engine_id} is not known any more")
-            piece = await held.door.generate(_request(dispatch), _Throttle(self).report)
+            piece = await held.door.generate(_request(dispatch), progress.report)
             end = events.AttemptEnded(dispatch.attempt_id, _piece(piece))
         except EngineFault as fault:
             partial = _piece(fault.partial) if fault.partial is not None else None
@@ -228,6 +244,8 @@ class RunLoop:
             )
             message = f"unexpected {type(error).__name__}: {error}"
             end = events.AttemptFailed(dispatch.attempt_id, FaultKind.BROKEN, message)
+        finally:
+            progress.end()
         self._attempt_over(end, held)
 
     def _attempt_over(self, end: events.Event, held: _Door | None) -> None:
@@ -258,7 +276,7 @@ class RunLoop:
     def _arm(self) -> None:
         if self._closed:
             return
-        loop = asyncio.get_running_loop()
+        loop = self.event_loop
         if self.core.wants_tick and self._tick_handle is None:
             rest = self._tick_ended + self._tick_cost_seconds - self.clock()
             if rest <= MIN_TIMER_SECONDS:
@@ -266,18 +284,20 @@ class RunLoop:
             else:
                 self._tick_handle = loop.call_later(min(rest, self._interval_seconds), self._tick)
         due = self.core.next_due()
-        if due != self._timer_due:
+        if due < self._timer_due:
             if self._timer is not None:
                 self._timer.cancel()
-                self._timer = None
             self._timer_due = due
-            if due != math.inf:
-                self._timer = loop.call_later(max(MIN_TIMER_SECONDS, due - self.clock()), self._timer_fired)
+            self._timer = loop.call_later(max(MIN_TIMER_SECONDS, due - self.clock()), self._timer_fired)
 
     def _timer_fired(self) -> None:
+        """Something was due when the timer was set. It may have gone since: then look again at what is due now."""
         self._timer = None
         self._timer_due = math.inf
-        self._tick()
+        if self.core.next_due() <= self.clock():
+            self._tick()
+        else:
+            self._arm()
 
     def _tick(self) -> None:
         if self._tick_handle is not None:
@@ -299,24 +319,41 @@ class RunLoop:
 
 
 class _Throttle:
-    """Progress of one attempt, thinned out before it becomes events."""
+    """Progress of one attempt, thinned out before it becomes events.
 
-    __slots__ = ("_loop", "_posted_at", "_posted_tokens")
+    It waits for two turns of the event loop: tokens that came together with the attempt's end are told by the end alone.
+    """
+
+    __slots__ = ("_loop", "_pending", "_posted_at", "_posted_tokens")
 
     def __init__(self, loop: RunLoop) -> None:
         self._loop = loop
+        self._pending: Progress | None = None
         self._posted_tokens = 0
         self._posted_at = -math.inf
 
     def report(self, progress: Progress) -> None:
-        now = self._loop.clock()
+        if self._pending is not None:
+            self._pending = progress
+            return
         if (
             self._posted_tokens == 0
             or progress.generated_tokens - self._posted_tokens >= PROGRESS_TOKENS
-            or now - self._posted_at >= PROGRESS_SECONDS
+            or self._loop.clock() - self._posted_at >= PROGRESS_SECONDS
         ):
+            self._pending = progress
+            loop = self._loop.event_loop
+            loop.call_soon(loop.call_soon, self._post)
+
+    def end(self) -> None:
+        """The attempt is over: its end says what is left to say."""
+        self._pending = None
+
+    def _post(self) -> None:
+        progress, self._pending = self._pending, None
+        if progress is not None:
             self._posted_tokens = progress.generated_tokens
-            self._posted_at = now
+            self._posted_at = self._loop.clock()
             self._loop.post(
                 events.AttemptProgress(
                     progress.attempt_id, progress.generated_tokens, progress.prompt_tokens, progress.cached_tokens

@@ -10,7 +10,7 @@ What this module does not know: HTTP (`metrics_endpoint.py`) and how the core co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from prometheus_client import (
     CollectorRegistry,
@@ -30,6 +30,7 @@ from rolloutd.scheduler.states import OUTCOMES, AbortReason, RolloutClass, TaskT
 from rolloutd.scheduler.views import RunView
 from rolloutd.server.loop import RunLoop
 from rolloutd.server.state import ServerState
+from rolloutd.server.tallies import CountTally, SpreadTally
 
 MAX_RUN_LABELS = 64
 OTHER_RUNS = "_other"
@@ -52,41 +53,24 @@ class Metrics:
         self.registry = CollectorRegistry()
         for process_collector in (ProcessCollector, PlatformCollector, GCCollector):
             process_collector(registry=self.registry)
-        self._finished = Counter(
-            "rolloutd_rollouts_finished", "Rollouts that ended", [*_CLASS_TASK, "outcome"], registry=self.registry
+        self._finished = self._count("rollouts_finished", "Rollouts that ended", *_CLASS_TASK, "outcome")
+        self._faults = self._count("rollouts_failed_by_engines", "Rollouts whose end was an engine's fault")
+        self._wait = self._spread("rollout_wait_seconds", "Waiting, over all attempts", _WAIT_BUCKETS)
+        self._first_token = self._spread(
+            "rollout_first_token_seconds", "From acceptance to the first token", _WAIT_BUCKETS
         )
-        self._faults = Counter(
-            "rolloutd_rollouts_failed_by_engines", "Rollouts whose end was an engine's fault", registry=self.registry
+        self._total = self._spread("rollout_total_seconds", "From acceptance to the end", _WAIT_BUCKETS)
+        self._length = self._spread(
+            "rollout_generated_tokens", "Generated tokens per completed rollout", _TOKEN_BUCKETS
         )
-        self._wait = Histogram(
-            "rolloutd_rollout_wait_seconds", "Waiting, over all attempts", _CLASS_TASK,
-            buckets=_WAIT_BUCKETS, registry=self.registry,
-        )  # fmt: skip
-        self._first_token = Histogram(
-            "rolloutd_rollout_first_token_seconds", "From acceptance to the first token", _CLASS_TASK,
-            buckets=_WAIT_BUCKETS, registry=self.registry,
-        )  # fmt: skip
-        self._total = Histogram(
-            "rolloutd_rollout_total_seconds", "From acceptance to the end", _CLASS_TASK,
-            buckets=_WAIT_BUCKETS, registry=self.registry,
-        )  # fmt: skip
-        self._length = Histogram(
-            "rolloutd_rollout_generated_tokens", "Generated tokens per completed rollout", _CLASS_TASK,
-            buckets=_TOKEN_BUCKETS, registry=self.registry,
-        )  # fmt: skip
-        self._batch = Histogram(
-            "rolloutd_attempt_execution_seconds", "Time on an engine, per completed rollout", ["engine"],
-            buckets=_WAIT_BUCKETS, registry=self.registry,
-        )  # fmt: skip
-        self._generated = Counter("rolloutd_generated_tokens", "Tokens generated", _CLASS_TASK, registry=self.registry)
-        self._prompt = Counter("rolloutd_prompt_tokens", "Prompt tokens of dispatched rollouts", registry=self.registry)
-        self._predicted = Counter(
-            "rolloutd_prefix_hit_predicted_tokens", "Prompt tokens expected in a prefix cache", registry=self.registry
+        self._batch = self._spread(
+            "attempt_execution_seconds", "Time on an engine, per completed rollout", _WAIT_BUCKETS, "engine"
         )
-        self._hit = Counter(
-            "rolloutd_prefix_hit_actual_tokens", "Prompt tokens engines served from their prefix cache",
-            registry=self.registry,
-        )  # fmt: skip
+        self._generated = self._count("generated_tokens", "Tokens generated", *_CLASS_TASK)
+        self._prompt = self._count("prompt_tokens", "Prompt tokens of dispatched rollouts")
+        self._predicted = self._count("prefix_hit_predicted_tokens", "Prompt tokens expected in a prefix cache")
+        self._hit = self._count("prefix_hit_actual_tokens", "Prompt tokens engines served from their prefix cache")
+        self._labels = {(kind, task): (label(kind), label(task)) for kind in RolloutClass for task in TaskType}
         self._aborts = Counter("rolloutd_aborts", "Attempts asked to stop", ["reason"], registry=self.registry)
         self._refused = Counter(
             "rolloutd_submissions_refused", "Submissions refused", ["reason"], registry=self.registry
@@ -99,6 +83,12 @@ class Metrics:
         self.registry.register(_Views(state, self._trainers))
         state.loop.observers.append(self.observe)
 
+    def _count(self, name: str, text: str, *labels: str) -> CountTally:
+        return CountTally(f"rolloutd_{name}", text, labels, registry=self.registry)
+
+    def _spread(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> SpreadTally:
+        return SpreadTally(f"rolloutd_{name}", text, labels or _CLASS_TASK, buckets=buckets, registry=self.registry)
+
     def observe(self, event: events.Event, result: list[actions.Action]) -> None:
         """One event and what the core made of it."""
         if isinstance(event, events.ReportStep) and not (result and isinstance(result[0], actions.Refuse)):
@@ -110,34 +100,35 @@ class Metrics:
                     self._trainers.pop(next(iter(self._trainers)))
                 clock = self._trainers[event.run_id] = _TrainerClock(self._loop.clock())
             clock.enter(event.report.trainer_state, self._loop.clock())
-        redelivery = isinstance(event, events.AttachConsumer)
+        if isinstance(event, events.AttachConsumer):
+            return  # what is delivered again was counted when it ended
         for action in result:
-            match action:
-                case actions.Deliver(event=actions.Finished(result=ended)) if not redelivery:
-                    self._ended(ended)
-                case actions.Deliver(event=actions.Rejected(error=error)):
-                    self._refused.labels(error.reason).inc()
-                case actions.Abort(reason=reason):
-                    self._aborts.labels(AbortReason(reason).name.lower()).inc()
+            if isinstance(action, actions.Deliver):
+                if isinstance(action.event, actions.Finished):
+                    self._ended(action.event.result)
+                elif isinstance(action.event, actions.Rejected):
+                    self._refused.labels(action.event.error.reason).inc()
+            elif isinstance(action, actions.Abort):
+                self._aborts.labels(AbortReason(action.reason).name.lower()).inc()
 
     def _ended(self, result: RolloutResult) -> None:
-        labels = (label(result.rollout_class), label(result.task_type))
+        labels = self._labels[result.rollout_class, result.task_type]
         row = OUTCOMES[result.outcome]
-        self._finished.labels(*labels, row.label).inc()
+        self._finished.add((*labels, row.label))
         if row.engines_fault:
-            self._faults.inc()
-        self._wait.labels(*labels).observe(result.queued_seconds)
-        self._total.labels(*labels).observe(result.total_seconds)
+            self._faults.add()
+        self._wait.add(labels, result.queued_seconds)
+        self._total.add(labels, result.total_seconds)
         if result.first_token_seconds:
-            self._first_token.labels(*labels).observe(result.first_token_seconds)
+            self._first_token.add(labels, result.first_token_seconds)
         if result.complete:
-            self._length.labels(*labels).observe(result.generated_tokens)
-            self._batch.labels(result.engine_id).observe(result.running_seconds)
-        self._generated.labels(*labels).inc(result.generated_tokens)
+            self._length.add(labels, result.generated_tokens)
+            self._batch.add((result.engine_id,), result.running_seconds)
+        self._generated.add(labels, result.generated_tokens)
         if result.attempts:
-            self._prompt.inc(result.prompt_tokens)
-            self._predicted.inc(result.predicted_cached_tokens)
-            self._hit.inc(result.cached_tokens)
+            self._prompt.add(amount=result.prompt_tokens)
+            self._predicted.add(amount=result.predicted_cached_tokens)
+            self._hit.add(amount=result.cached_tokens)
 
 
 class _TrainerClock:

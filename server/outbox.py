@@ -17,13 +17,16 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rolloutd.scheduler.actions import Deliver, Progressed
+from rolloutd.scheduler.actions import Accepted, Deliver, Notice, Progressed
 from rolloutd.scheduler.refusal import Refusal
 
 # One message should be small enough that the loop is not held while it is built (PROTOTYPES.md: events cut at ~256).
 MAX_EVENTS_PER_MESSAGE = 256
 # Unsent answers at which the stream stops reading requests: the client does not take what it asked for.
 PAUSE_ANSWERS = 4096
+
+
+_CAN_WAIT = frozenset((Accepted, Progressed, Notice))
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,8 @@ class Outbox:
         self._entries: deque[tuple[float, Deliver | ItemRefused | str]] = deque()  # str: id whose progress waits here
         self._progress: dict[str, Deliver] = {}
         self._answers = 0
+        self._urgent = 0
+        self._hurry = asyncio.Event()
         self._wake = asyncio.Event()
         self._room = asyncio.Event()
         self._room.set()
@@ -79,6 +84,9 @@ class Outbox:
                 self._answers += 1
                 if self._answers >= PAUSE_ANSWERS:
                     self._room.clear()
+            if _is_urgent(entry):
+                self._urgent += 1
+                self._hurry.set()
         self._wake.set()
 
     def finish(self, error: Refusal | None = None, *, drop_queued: bool = False) -> None:
@@ -88,7 +96,9 @@ class Outbox:
             if drop_queued:
                 self._entries.clear()
                 self._progress.clear()
+                self._urgent = 0
             self._room.set()
+            self._hurry.set()
             self._wake.set()
 
     async def wait(self) -> None:
@@ -96,6 +106,21 @@ class Outbox:
         while not self._entries and self.end is None:
             self._wake.clear()
             await self._wake.wait()
+
+    async def wait_urgent(self, seconds: float) -> None:
+        """Return when an entry is queued that somebody may be waiting for, the outbox has ended, or the time is up."""
+        try:
+            async with asyncio.timeout(seconds):
+                while not self._urgent and self.end is None:
+                    self._hurry.clear()
+                    await self._hurry.wait()
+        except TimeoutError:
+            pass
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether an entry is queued that somebody may be waiting for: anything but acceptance, progress and news."""
+        return self._urgent > 0
 
     async def wait_for_room(self) -> None:
         """Return when fewer than PAUSE_ANSWERS answers wait, or the outbox has ended."""
@@ -110,8 +135,14 @@ class Outbox:
         _, entry = self._entries.popleft()
         if isinstance(entry, str):
             return self._progress.pop(entry)
+        if _is_urgent(entry):
+            self._urgent -= 1
         if isinstance(entry, ItemRefused) or entry.cursor == 0:
             self._answers -= 1
             if self._answers < PAUSE_ANSWERS and self.end is None:
                 self._room.set()
         return entry
+
+
+def _is_urgent(entry: Deliver | ItemRefused) -> bool:
+    return type(entry) is ItemRefused or type(entry.event) not in _CAN_WAIT  # type: ignore[union-attr]

@@ -12,7 +12,6 @@ What this module does not know: flags and files (`cli.py`, `config.py`).
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import random
 import signal
@@ -35,6 +34,7 @@ from rolloutd.server.decision_log import DecisionLog
 from rolloutd.server.engine_manager import EngineManager
 from rolloutd.server.engine_service import EngineService
 from rolloutd.server.errors import SHUTTING_DOWN
+from rolloutd.server.garbage import Garbage
 from rolloutd.server.logging import configure_logging, get_logger
 from rolloutd.server.loop import RunLoop
 from rolloutd.server.metrics import Metrics
@@ -62,8 +62,6 @@ SERVICE_NAMES = (
 FLUSH_SECONDS = 5.0
 # The core watches progress, per rollout; the door's own limit is only a backstop.
 _DOOR_IDLE_SECONDS = 86_400.0
-# Young collections that often cost more than they free in a process whose objects live as long as a rollout.
-_GC_THRESHOLDS = (50_000, 50, 100)
 
 MakeDoor = Callable[[EngineSettings], Engine]
 
@@ -221,9 +219,9 @@ async def serve(config: ServerConfig, announce: Announce) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         running.add_signal_handler(number, on_signal)
     await server.start()
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*_GC_THRESHOLDS)
+    garbage = Garbage(server.loop.is_quiet)
+    garbage.start()
+    server.loop.spawn(garbage.run(), "garbage")
     server.loop.spawn(announce(server), "announce")
     await stop.wait()
     await server.stop()

@@ -5,7 +5,8 @@ Invariants
   with ABORTED (REPLACED).
 - Half-closing drains: the stream ends with OK when the core says that everything was delivered. However it ends, the
   consumer is detached exactly once, and only if no newer stream took over.
-- One writer sends everything pending, in order, in messages bounded by events and bytes. Reading pauses while the
+- One writer sends everything pending, in order, in messages bounded by events and bytes; under load it lets a little
+  gather. Reading pauses while the
   client does not take its answers, and while the queue of a class it uses is nearly full.
 - Reads and writes are never cancelled in flight (gRPC leaks the buffers of cancelled ones, grpc#43360); they end with
   the RPC.
@@ -49,6 +50,9 @@ StreamContext = grpc.aio.ServicerContext[SubmitRolloutRequest, SubmitRolloutResp
 _MESSAGE_BYTES = 4 << 20
 # Rollouts handed to the core in one event: larger ones would hold the loop (PROTOTYPES.md: cut events at ~256).
 _ROLLOUTS_PER_EVENT = 256
+# Under load (several results in the last message) messages are this far apart, and acceptances, progress and news wait
+# this long for a result to travel with: a message costs as much as ten results. A lone result never waits.
+_GATHER_SECONDS = 0.002
 # Reading pauses when this share of a class queue is taken, for at most this long per message: acknowledgements behind a
 # full queue may be what frees it.
 _QUEUE_PAUSE_SHARE = 0.9
@@ -284,22 +288,29 @@ class RolloutStream:
         """Send what is pending until the outbox has ended and is empty."""
         server = self._state.server_info()
         outbox = self._outbox
+        results = 0  # in the message before
+        sent_at = 0.0
         while True:
             await outbox.wait()
+            if outbox.end is None and not outbox.is_urgent:
+                await outbox.wait_urgent(_GATHER_SECONDS)
+            if outbox.end is None and results > 1 and (rest := sent_at + _GATHER_SECONDS - self._loop.clock()) > 0:
+                await asyncio.sleep(rest)
             if not len(outbox):
                 return
             response = SubmitRolloutResponse()
-            size_bytes = 0
+            size_bytes = results = 0
             for entry in outbox.take(MAX_EVENTS_PER_MESSAGE):
-                event = to_event(entry, server, self._policy_version)
+                event = to_event(entry, server, self._policy_version, response.events.add())
                 if not isinstance(entry, ItemRefused) and isinstance(entry.event, Finished):
+                    results += 1
                     result = entry.event.result
                     size_bytes += result.size_bytes
                     if result.extras or result.size_bytes > _MESSAGE_BYTES:
                         self._fit(event)
-                response.events.append(event)
                 if size_bytes >= _MESSAGE_BYTES:
                     break
+            sent_at = self._loop.clock()
             await self._context.write(response)
 
     def _fit(self, event: Event) -> None:

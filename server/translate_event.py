@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import math
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,18 +26,12 @@ from rolloutd.server.errors import to_error
 from rolloutd.server.outbox import ItemRefused
 from rolloutd.v1 import (
     ITEM_KIND_SUBMISSION,
-    Accepted,
-    Attached,
     Candidate,
     Event,
-    GroupFinished,
     Notice,
-    Progress,
     Rejected,
     Rollout,
     ServerInfo,
-    Span,
-    Times,
     TopLogprobs,
 )
 from rolloutd.v1 import Decision as DecisionMessage
@@ -93,107 +88,99 @@ def to_state(state: RolloutState, gate: Gate = Gate.OPEN) -> Any:
     return _STATES[state]
 
 
-def to_event(entry: actions.Deliver | ItemRefused, server: ServerInfo, policy_version: int) -> Event:
-    """One event of a stream. `server` goes into Attached."""
+def to_event(
+    entry: actions.Deliver | ItemRefused, server: ServerInfo, policy_version: int, into: Event | None = None
+) -> Event:
+    """One event of a stream, written in place where the caller has one (messages are copied on assignment). `server`
+    goes into Attached."""
+    message = Event() if into is None else into
     if isinstance(entry, ItemRefused):
         kind: Any = entry.kind
-        return Event(rejected=Rejected(rollout_id=entry.rollout_id, kind=kind, error=to_error(entry.error)))
+        message.rejected.MergeFrom(Rejected(rollout_id=entry.rollout_id, kind=kind, error=to_error(entry.error)))
+        return message
     event = entry.event
+    if entry.cursor:
+        message.cursor = entry.cursor
     match event:
         case actions.Finished():
-            return Event(cursor=entry.cursor, finished=to_result(event.result))
+            to_result(event.result, message.finished)
         case actions.GroupFinished():
-            group = GroupFinished(
-                group_id=event.group_id,
-                complete=event.complete,
-                rollout_ids=event.rollout_ids,
-                failed_rollout_ids=event.failed_rollout_ids,
-            )
-            return Event(cursor=entry.cursor, group_finished=group)
+            group = message.group_finished
+            group.group_id = event.group_id
+            group.complete = event.complete
+            group.rollout_ids.extend(event.rollout_ids)
+            group.failed_rollout_ids.extend(event.failed_rollout_ids)
         case actions.Accepted():
-            accepted = Accepted(
-                rollout_id=event.rollout_id,
-                state=to_state(event.state),
-                queue_position=event.queue_position,
-                matched_prefix_tokens=event.matched_prefix_tokens,
-                estimated_start_seconds=event.estimated_start_seconds,
-                attached=event.attached,
-                policy_version=policy_version,
-            )
-            return Event(accepted=accepted)
+            accepted = message.accepted
+            accepted.rollout_id = event.rollout_id
+            accepted.state = to_state(event.state)
+            accepted.queue_position = event.queue_position
+            accepted.matched_prefix_tokens = event.matched_prefix_tokens
+            accepted.estimated_start_seconds = event.estimated_start_seconds
+            accepted.attached = event.attached
+            accepted.policy_version = policy_version
         case actions.Rejected():
             rejected = Rejected(rollout_id=event.rollout_id, kind=ITEM_KIND_SUBMISSION, error=to_error(event.error))
-            return Event(rejected=rejected)
+            message.rejected.MergeFrom(rejected)
         case actions.Progressed():
-            progress = Progress(
-                rollout_id=event.rollout_id, generated_tokens=event.generated_tokens, engine_id=event.engine_id
-            )
-            return Event(progress=progress)
+            progress = message.progress
+            progress.rollout_id = event.rollout_id
+            progress.generated_tokens = event.generated_tokens
+            progress.engine_id = event.engine_id
         case actions.Notice():
             notice: Any = _NOTICES[event.kind]
-            return Event(
-                notice=Notice(kind=notice, message=event.message, seconds=event.seconds, policy_version=policy_version)
+            message.notice.MergeFrom(
+                Notice(kind=notice, message=event.message, seconds=event.seconds, policy_version=policy_version)
             )
         case actions.Attached():
-            attached = Attached(
-                cursor=event.cursor,
-                pending_events=event.undelivered_events,
-                unfinished_rollouts=event.unfinished_rollouts,
-                server=server,
-                policy_version=policy_version,
-            )
-            return Event(attached=attached)
+            attached = message.attached
+            attached.cursor = event.cursor
+            attached.pending_events = event.undelivered_events
+            attached.unfinished_rollouts = event.unfinished_rollouts
+            attached.policy_version = policy_version
+            attached.server.CopyFrom(server)
+    return message
 
 
-def to_result(result: RolloutResult) -> ResultMessage:
-    """The end of one rollout."""
+# Fields of a result that the contract has under the same name and type.
+_SAME_FIELDS = tuple(
+    """run_id group_id sample_index session_id turn complete text prompt_token_bytes prompt_logprob_bytes engine_id
+    attempts preemptions prompt_tokens cached_tokens generated_tokens clipped prompt_hash token_bytes
+    logprob_bytes""".split()
+)
+_same_fields = operator.attrgetter(*_SAME_FIELDS)
+
+
+def to_result(result: RolloutResult, into: ResultMessage | None = None) -> ResultMessage:
+    """The end of one rollout, written in place where the caller has a message."""
+    message = ResultMessage() if into is None else into
+    message.rollout_id = result.rollout_id
+    for name, value in zip(_SAME_FIELDS, _same_fields(result), strict=True):
+        if value:  # what is absent reads as zero or empty
+            setattr(message, name, value)
     rollout_class: Any = result.rollout_class + 1
     task_type: Any = result.task_type + 1
     outcome: Any = result.outcome + 1
-    message = ResultMessage(
-        rollout_id=result.rollout_id,
-        run_id=result.run_id,
-        group_id=result.group_id,
-        sample_index=result.sample_index,
-        session_id=result.session_id,
-        turn=result.turn,
-        rollout_class=rollout_class,
-        task_type=task_type,
-        outcome=outcome,
-        complete=result.complete,
-        token_bytes=result.token_bytes,
-        logprob_bytes=result.logprob_bytes,
-        text=result.text,
-        prompt_token_bytes=result.prompt_token_bytes,
-        prompt_logprob_bytes=result.prompt_logprob_bytes,
-        finish_reason=_finish_reason(result),
-        spans=[
-            Span(
-                policy_version=span.policy_version,
-                engine_version=span.engine_version,
-                start=span.start,
-                end=span.end,
-                engine_id=span.engine_id,
-                attempt=span.attempt,
-            )
-            for span in result.spans
-        ],
-        engine_id=result.engine_id,
-        batch_id=to_batch_id(result.batch_id),
-        attempts=result.attempts,
-        preemptions=result.preemptions,
-        prompt_tokens=result.prompt_tokens,
-        cached_tokens=result.cached_tokens,
-        generated_tokens=result.generated_tokens,
-        clipped=result.clipped,
-        prompt_hash=result.prompt_hash,
-        times=Times(
-            queued_seconds=result.queued_seconds,
-            first_token_seconds=result.first_token_seconds,
-            running_seconds=result.running_seconds,
-            total_seconds=result.total_seconds,
-        ),
-    )
+    message.rollout_class = rollout_class
+    message.task_type = task_type
+    message.outcome = outcome
+    message.finish_reason = _finish_reason(result)
+    for span in result.spans:
+        message.spans.add(
+            policy_version=span.policy_version,
+            engine_version=span.engine_version,
+            start=span.start,
+            end=span.end,
+            engine_id=span.engine_id,
+            attempt=span.attempt,
+        )
+    if result.batch_id:
+        message.batch_id = to_batch_id(result.batch_id)
+    times = message.times
+    times.queued_seconds = result.queued_seconds
+    times.first_token_seconds = result.first_token_seconds
+    times.running_seconds = result.running_seconds
+    times.total_seconds = result.total_seconds
     if result.step is not None:
         message.step = result.step
     if result.error is not None:

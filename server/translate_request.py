@@ -36,6 +36,10 @@ MAX_DROP_REASON_CHARACTERS = 64
 SEED_LIMIT = 1 << 63
 _INTEGER_LIMIT = 1 << 63
 DEFAULT_POOL = "policy"
+# Sampling parameters remembered as read and found right, by their bytes on the wire: at most so many, of such a size.
+_MAX_SEEN_SAMPLING = 256
+_MAX_SEEN_SAMPLING_BYTES = 1024
+_seen_sampling: dict[bytes, Mapping[str, Any]] = {}
 
 # Request fields of SGLang that this service sets itself, or that would change how many answers come back and where.
 RESERVED_ENGINE_PARAMS = frozenset(
@@ -94,67 +98,89 @@ def to_spec(message: RolloutSubmission) -> RolloutSpec:
     """One submission. Raises FieldErrors."""
     check = Checker()
     check.name("rollout_id", message.rollout_id, required=True, slash=False)
+    # What is absent has the core's default, so only what the caller set is looked at: it is a handful of thirty fields.
+    given: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
+    values: dict[str, Any] = {name: given[name] for name in _AS_THEY_ARE if name in given}
+    for name in _NAMES:
+        if name in given:
+            values[name] = check.name(name, given[name])
+    for name in _SECONDS:
+        if name in given:
+            values[name] = check.seconds(name, given[name])
+    for name, kind in _ENUMS.items():
+        if name in given and (member := check.enum(name, given[name], kind)) is not None:
+            values[name] = member
     samples = message.samples or 1
     if samples > MAX_SAMPLES:
         check.wrong("samples", f"must be at most {MAX_SAMPLES}, got {samples}")
-    if message.seeds and len(message.seeds) != samples:
-        check.wrong("seeds", f"must be empty or one per sample ({samples}), got {len(message.seeds)}")
-    if message.top_logprobs > MAX_TOP_LOGPROBS:
-        check.wrong("top_logprobs", f"must be at most {MAX_TOP_LOGPROBS}, got {message.top_logprobs}")
-    if any(seed >= SEED_LIMIT for seed in message.seeds):
-        check.wrong("seeds", "must be below 2^63")
+    if "seeds" in given:
+        values["seeds"] = _seeds(message, samples, check)
     token_bytes, text = _prompt(message, check)
-    task_type: TaskType = check.enum("task_type", message.task_type, TaskType)
-    task_type = TaskType.GENERATION if task_type is None else task_type
+    task_type = values.get("task_type", TaskType.GENERATION)
     if message.turn and not message.session_id:
         check.wrong("turn", "needs session_id")
     if message.group_size and not message.group_id and samples == 1:
         check.wrong("group_size", "needs group_id, or samples above 1")
-    origin = check.enum("origin", message.origin, Origin)
     if task_type is TaskType.REPLAY and text is not None:
         check.wrong("text", "REPLAY scores given tokens; send token_bytes or token_ids")
-    if not message.HasField("sampling") and task_type is not TaskType.REPLAY:
+    if "sampling" not in given and task_type is not TaskType.REPLAY:
         check.wrong("sampling", "is required (at least max_new_tokens)")
     max_new_tokens = message.sampling.max_new_tokens
     if task_type is TaskType.REPLAY:
         if max_new_tokens:
             check.wrong("sampling.max_new_tokens", "must be 0: REPLAY generates nothing")
-    elif message.HasField("sampling") and max_new_tokens == 0:
+    elif "sampling" in given and max_new_tokens == 0:
         check.wrong("sampling.max_new_tokens", "must be at least 1")
-    spec = RolloutSpec(
+    if "top_logprobs" in given:
+        if message.top_logprobs > MAX_TOP_LOGPROBS:
+            check.wrong("top_logprobs", f"must be at most {MAX_TOP_LOGPROBS}, got {message.top_logprobs}")
+        values["top_logprobs"], values["logprobs"] = message.top_logprobs, True
+    if "engine_params" in given:
+        values["engine_params"] = _engine_params(message, check)
+    if "engine_labels" in given:
+        values["engine_labels"] = dict(message.engine_labels)
+    if "pool" not in given:
+        values["pool"] = DEFAULT_POOL
+    sampling = _sampling(message.sampling, check)
+    check.done()
+    return RolloutSpec(
         rollout_id=message.rollout_id,
         token_bytes=token_bytes,
         text=text,
         samples=samples,
-        seeds=tuple(message.seeds),
-        rollout_class=check.enum("rollout_class", message.rollout_class, RolloutClass),
-        task_type=task_type,
-        pool=check.name("pool", message.pool) or DEFAULT_POOL,
-        group_id=check.name("group_id", message.group_id),
-        group_size=message.group_size,
-        session_id=check.name("session_id", message.session_id),
-        turn=message.turn,
-        parent_rollout_id=check.name("parent_rollout_id", message.parent_rollout_id),
-        stratum=check.name("stratum", message.stratum),
-        origin=Origin.CURRENT_POLICY if origin is None else origin,
-        needed_by_step=message.needed_by_step if message.HasField("needed_by_step") else None,
-        deadline_seconds=check.seconds("deadline_seconds", message.deadline_seconds),
-        queue_ttl_seconds=check.seconds("queue_ttl_seconds", message.queue_ttl_seconds),
-        progress_timeout_seconds=check.seconds("progress_timeout_seconds", message.progress_timeout_seconds),
-        max_attempts=message.max_attempts,
-        on_preempt=check.enum("on_preempt", message.on_preempt, OnPreempt),
-        fail_fast=message.fail_fast,
-        clip_max_new_tokens=message.clip_max_new_tokens,
-        want_progress=message.want_progress,
         max_new_tokens=max_new_tokens,
-        sampling=_sampling(message.sampling, check),
-        logprobs=message.logprobs or message.top_logprobs > 0,
-        top_logprobs=message.top_logprobs,
-        engine_params=_engine_params(message, check),
-        engine_labels=dict(message.engine_labels),
+        sampling=sampling,
+        **values,
     )
-    check.done()
-    return spec
+
+
+# Fields of a submission that the core has under the same name, by what is to be checked about them.
+_AS_THEY_ARE = (
+    "group_size",
+    "turn",
+    "needed_by_step",
+    "max_attempts",
+    "fail_fast",
+    "clip_max_new_tokens",
+    "want_progress",
+    "logprobs",
+)
+_NAMES = ("pool", "group_id", "session_id", "parent_rollout_id", "stratum")
+_SECONDS = ("deadline_seconds", "queue_ttl_seconds", "progress_timeout_seconds")
+_ENUMS: Mapping[str, type[Any]] = {
+    "rollout_class": RolloutClass,
+    "task_type": TaskType,
+    "origin": Origin,
+    "on_preempt": OnPreempt,
+}
+
+
+def _seeds(message: RolloutSubmission, samples: int, check: Checker) -> tuple[int, ...]:
+    if len(message.seeds) != samples:
+        check.wrong("seeds", f"must be empty or one per sample ({samples}), got {len(message.seeds)}")
+    if any(seed >= SEED_LIMIT for seed in message.seeds):
+        check.wrong("seeds", "must be below 2^63")
+    return tuple(message.seeds)
 
 
 def to_update(message: RolloutUpdateMessage) -> RolloutUpdate:
@@ -226,8 +252,24 @@ _RANGES: Mapping[str, tuple[float, float, bool]] = {
 }
 
 
-def _sampling(message: SamplingParams, check: Checker) -> dict[str, Any]:
-    """The engine's own sampling words; what is absent is left to the engine."""
+def _sampling(message: SamplingParams, check: Checker) -> Mapping[str, Any]:
+    """The engine's own sampling words; what is absent is left to the engine.
+
+    A trainer says the same words with every rollout: those that were right once are not looked at again.
+    """
+    said = message.SerializeToString()
+    words = _seen_sampling.get(said)
+    if words is None:
+        before = len(check.errors)
+        words = _sampling_words(message, check)
+        if len(check.errors) == before and len(said) <= _MAX_SEEN_SAMPLING_BYTES:
+            if len(_seen_sampling) >= _MAX_SEEN_SAMPLING:
+                del _seen_sampling[next(iter(_seen_sampling))]
+            _seen_sampling[said] = words
+    return words
+
+
+def _sampling_words(message: SamplingParams, check: Checker) -> Mapping[str, Any]:
     words: dict[str, Any] = {}
     for name, (low, high, low_excluded) in _RANGES.items():
         if message.HasField(name):  # type: ignore[arg-type]
@@ -286,8 +328,6 @@ def _sampling(message: SamplingParams, check: Checker) -> dict[str, Any]:
 
 
 def _engine_params(message: RolloutSubmission, check: Checker) -> dict[str, Any]:
-    if not message.HasField("engine_params"):
-        return {}
     params = from_struct(message.engine_params)
     for name in sorted(RESERVED_ENGINE_PARAMS.intersection(params)):
         check.wrong(f"engine_params.{name}", "is set by the scheduler itself; remove it")

@@ -203,11 +203,21 @@ async def test_progress_is_thinned_out_but_the_first_token_is_not() -> None:
     (request,) = await bench.door.wait_running(1)
     for count in range(1, 2 * PROGRESS_TOKENS + 2):
         bench.door.report(request, count)
+        await turns()
     seen = [progress.generated_tokens for progress in bench.core.of(events.AttemptProgress)]
     assert seen == [1, 1 + PROGRESS_TOKENS, 1 + 2 * PROGRESS_TOKENS]
     bench.now += 2 * PROGRESS_SECONDS
     bench.door.report(request, 2 * PROGRESS_TOKENS + 2)
+    await turns()
     assert len(bench.core.of(events.AttemptProgress)) == 4
+    bench.door.report(request, 4 * PROGRESS_TOKENS)
     bench.door.finish(request)
     await bench.loop.wait_idle()
+    assert len(bench.core.of(events.AttemptProgress)) == 4, "what comes with the end is told by the end"
     await bench.loop.close()
+
+
+async def turns() -> None:
+    """The turns of the event loop that progress waits for the attempt's end."""
+    for _ in range(3):
+        await asyncio.sleep(0)
