@@ -173,7 +173,12 @@ def _first_token(world: World, attempt: Attempt, prompt_tokens: int, cached_toke
         entry.hits_at = -1.0
         queueing.wake(world, entry)
     attempt.stems = ()
-    _wake_followers(world, attempt)
+    siblings = _waiting_siblings(rollout)
+    if siblings is not None and siblings.leader_id == attempt.attempt_id:
+        held = world.index.whole_pages(engine.cache_key, siblings.prompt_tokens)
+        if held:
+            siblings.hits = {**siblings.hits, engine.cache_key: held}
+        queueing.wake(world, siblings)
 
 
 def _wake_followers(world: World, attempt: Attempt) -> None:

@@ -65,10 +65,11 @@ def begin_shutdown(world: World, grace_seconds: float) -> None:
 
 
 def end_drained_streams(world: World) -> None:
-    for run in world.runs.values():
-        for consumer in list(run.consumers.values()):
-            if consumer.closing:
-                consumers.end_if_drained(world, run, consumer)
+    """Streams that were half-closed and have nothing pending any more."""
+    for key, (run, consumer) in list(world.closing.items()):
+        consumers.end_if_drained(world, run, consumer)
+        if not consumer.closing:
+            del world.closing[key]
 
 
 def _rollout_due(world: World, rollout: Rollout) -> None:

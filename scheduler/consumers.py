@@ -110,6 +110,7 @@ def close(world: World, run: Run, consumer_id: str) -> None:
     consumer = run.consumers.get(consumer_id)
     if consumer is not None:
         consumer.closing = True
+        world.closing[run.run_id, consumer_id] = (run, consumer)
         end_if_drained(world, run, consumer)
 
 

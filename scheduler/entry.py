@@ -20,7 +20,7 @@ from rolloutd.scheduler.states import SHORT_TASKS, Gate, RolloutClass, TaskType
 
 if TYPE_CHECKING:
     from rolloutd.scheduler.engine import Engine
-    from rolloutd.scheduler.lanes import Backlog
+    from rolloutd.scheduler.lanes import Backlog, Lane
     from rolloutd.scheduler.rollout import Rollout
     from rolloutd.scheduler.run import Run
     from rolloutd.scheduler.timers import Timer
@@ -63,6 +63,7 @@ class Entry:
         "key",
         "keyed_tokens",
         "labels",
+        "lane",
         "leader_id",
         "longest_tokens",
         "members",
@@ -123,6 +124,7 @@ class Entry:
         self.sequence = 0
         self.backlog: Backlog | None = None
         self.arrival = 0  # order of arrival: breaks ties of equal keys
+        self.lane: Lane | None = None  # that holds it
         self.affine: tuple[str, ...] = ()  # engines whose affinity heap holds this entry
         self.leader_id: str | None = None  # attempt whose first token this entry waits for
         self.held_gate = Gate.OPEN

@@ -186,6 +186,11 @@ class PrefixIndex(PrefixForest):
         """{engine: tokens held}, in whole pages of both the index and the engine; engines without a hit are left out."""
         return self.hits_on(self.segments(namespace, tokens, touch), self._live)
 
+    def whole_pages(self, engine: str, tokens: int) -> int:
+        """Of so many tokens, those in whole pages of both the index and the engine; 0 for an unknown engine."""
+        holder = self._engines.get(engine)
+        return 0 if holder is None else tokens - tokens % holder.unit_tokens
+
     # ---- credit
 
     def insert(self, namespace: Namespace, tokens: bytes, engine: str) -> int:

@@ -177,10 +177,13 @@ class Backlog:
         self.ready += 1
         if self.ready == 1 and self._note_ready is not None:
             self._note_ready(self)
-        lane = self._lane(entry)
+        lane = entry.lane = self._lane(entry)
         if lane.push((entry.static_key, tie, sequence, entry)):
             self._touched[lane] = None
-        best = sorted(bonuses, key=lambda bonus: -bonus[1])[:MAX_AFFINE_ENGINES]
+        best = list(bonuses)
+        if len(best) > MAX_AFFINE_ENGINES:
+            best.sort(key=lambda bonus: -bonus[1])
+            del best[MAX_AFFINE_ENGINES:]
         for engine, bonus in best:
             affine = self._affine.get(engine)
             if affine is None:
@@ -325,9 +328,9 @@ class Backlog:
             self.ready -= 1
             if not self.ready and self._note_ready is not None:
                 self._note_ready(self)
-            lane = self._lanes.get(lane_key(entry))
-            if lane is not None:
-                lane.note_stale()
+            if entry.lane is not None:
+                entry.lane.note_stale()
+                entry.lane = None
             for engine in entry.affine:
                 affine = self._affine.get(engine)
                 if affine is not None:

@@ -23,6 +23,7 @@ from rolloutd.scheduler.config import SchedulerConfig
 from rolloutd.scheduler.considered import NOTHING, Considered
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.index import Namespace, PrefixIndex
+from rolloutd.scheduler.outbox import Consumer
 from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.rollout import Attempt, Rollout
 from rolloutd.scheduler.room import Room
@@ -62,6 +63,7 @@ class World:
         self.fleet_mark = 0  # grows when an engine joins (again), drains, is lost or found, is removed or forgotten
         self._pools: dict[tuple[str, str, tuple[tuple[str, str], ...]], list[Engine]] = {}  # as of `_pools_mark`
         self._pools_mark = -1
+        self.closing: dict[tuple[str, str], tuple[Run, Consumer]] = {}  # half-closed streams that still owe results
         self.leaving: dict[str, Engine] = {}  # removed and not forgotten yet: attempts still run there
         self.dirty = False  # something changed that scheduling could use
         self.shutting_down = False
