@@ -93,11 +93,11 @@ bench-index: $(STAMP) ## what the prefix index costs at a million pages; the las
 	$(call BENCH,index,index_cost)
 
 .PHONY: bench-overhead
-bench-overhead: $(STAMP) ## what the server costs next to sglang-router; the last line is JSON (4 minutes; QUICK=1: a look)
+bench-overhead: $(STAMP) ## what the server costs next to sglang-router; the last line is JSON (3 minutes; QUICK=1: a look)
 	$(call BENCH,overhead,overhead $(if $(QUICK),--quick))
 
 .PHONY: bench-leaks
-bench-leaks: $(STAMP) ## what 100,000 cancels and 20,000 streams leave behind; the last line is JSON (4 minutes)
+bench-leaks: $(STAMP) ## what 100,000 cancels and 20,000 streams leave behind; the last line is JSON (5 minutes)
 	$(call BENCH,leaks,leaks)
 
 .PHONY: cost-table

@@ -20,6 +20,7 @@ import asyncio
 import gc
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -122,18 +123,20 @@ async def measure(
 
 async def _drive(arguments: dict[str, int], memory: _Memory, say: Callable[[str], None]) -> None:
     words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]
-    driver = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "rolloutd.bench.leak_driver", *words, stdout=asyncio.subprocess.PIPE
-    )
+    command = [sys.executable, "-m", "rolloutd.bench.leak_driver", *words]
+    # Not by the event loop: uvloop forks, which is not safe beside gRPC's threads; this one does not (vfork).
+    driver = await asyncio.to_thread(subprocess.Popen, command, stdout=subprocess.PIPE, text=True)
     assert driver.stdout is not None
     try:
-        async for line in driver.stdout:
-            memory.take(line.decode())
-            say(f"{line.decode().strip()}, {resident_bytes(os.getpid()) / (1 << 20):.1f} MiB")
+        while line := await asyncio.to_thread(driver.stdout.readline):
+            memory.take(line)
+            say(f"{line.strip()}, {resident_bytes(os.getpid()) / (1 << 20):.1f} MiB")
+    except BaseException:
+        driver.kill()
+        raise
     finally:
-        if not driver.stdout.at_eof():
-            driver.kill()
-        status = await driver.wait()
+        status = await asyncio.to_thread(driver.wait)
+        driver.stdout.close()
     if status:
         raise RuntimeError(f"the driver ended with status {status}")
 

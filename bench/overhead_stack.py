@@ -115,16 +115,23 @@ async def stack(
                 _server_command(urls, server_port, metrics_port),
                 {"ROLLOUTD_" + key.upper().replace(".", "__"): str(value) for key, value in (settings or {}).items()},
             )
+            fronting = None
+            if router:
+                # Before gRPC is used here: its threads and a fork do not go together.
+                ports = ("--port", str(router_port), "--prometheus-port", str(router_metrics_port))
+                policy = ("--policy", "cache_aware", "--log-level", "warn")
+                command = [router, "launch", "--host", HOST, *ports, "--worker-urls", *urls, *policy]
+                fronting = await children.start("router", command)
+                await children.until_ready(fronting, lambda: answers(router_port), READY_SECONDS)
             await children.until_ready(server, lambda: _has_engines(server_port, len(urls)), READY_SECONDS)
-            if not router:
-                yield Stack(tuple(engine_ports), server_port, metrics_port, server.pid)
-                return
-            ports = ("--port", str(router_port), "--prometheus-port", str(router_metrics_port))
-            policy = ("--policy", "cache_aware", "--log-level", "warn")
-            command = [router, "launch", "--host", HOST, *ports, "--worker-urls", *urls, *policy]
-            fronting = await children.start("router", command)
-            await children.until_ready(fronting, lambda: answers(router_port), READY_SECONDS)
-            yield Stack(tuple(engine_ports), server_port, metrics_port, server.pid, router_port, fronting.pid)
+            yield Stack(
+                tuple(engine_ports),
+                server_port,
+                metrics_port,
+                server.pid,
+                router_port if fronting else 0,
+                fronting.pid if fronting else 0,
+            )
 
 
 def _server_command(urls: Sequence[str], port: int, metrics_port: int) -> list[str]:

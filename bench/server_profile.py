@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -35,20 +36,23 @@ async def record(tokens: int, seconds: float, per_second: float, text: bool) -> 
         client = StreamClient(HOST, running.server_port, "profile", prompts(tokens, seed=1))
         await client.open()
         await client.closed(IN_FLIGHT, 1.0)
-        spy = await asyncio.create_subprocess_exec(
+        command = [
             str(program), "record", "--pid", str(running.server_pid), "--duration", str(int(seconds)),
             "--rate", str(SAMPLES_PER_SECOND), "--format", "raw" if text else "flamegraph", "--output", str(target),
-            stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
-        )  # fmt: skip
+        ]  # fmt: skip
+        # Not by the event loop: uvloop forks, which is not safe beside gRPC's threads; this one does not (vfork).
+        spy = await asyncio.to_thread(
+            subprocess.Popen, command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        )
         before = cpu_seconds(running.server_pid)
         if per_second:
             measured = await client.paced(per_second, seconds)
         else:
             measured = await client.closed(IN_FLIGHT, seconds)
         used = cpu_seconds(running.server_pid) - before
-        _, errors = await spy.communicate()
+        _, errors = await asyncio.to_thread(spy.communicate)
         if spy.returncode:
-            raise SystemExit(f"py-spy ended with status {spy.returncode}: {errors.decode().strip()}")
+            raise SystemExit(f"py-spy ended with status {spy.returncode}: {errors.strip()}")
         await client.close()
     cost = f"{measured.rollouts} rollouts of {tokens} tokens, {used * 1e6 / measured.rollouts:.0f} us of CPU each"
     return target.resolve(), cost
