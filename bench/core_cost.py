@@ -11,7 +11,6 @@ What this module does not know: engines, sockets, and how the core decides (it w
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 from collections.abc import Iterator
 from unittest import mock
@@ -23,6 +22,7 @@ from rich.table import Table
 from rolloutd.bench.core_load import CoreLoad
 from rolloutd.scheduler import choosing
 from rolloutd.scheduler.entry import Entry
+from rolloutd.server.garbage import Garbage
 
 PURPOSES = ("end", "schedule", "first token")
 QUEUED, ENGINES, SLOTS = 100_000, 64, 32
@@ -72,8 +72,7 @@ def main() -> None:
     parser.add_argument("--free", type=int, nargs="*", default=[1, 16])
     arguments = parser.parse_args()
     load = CoreLoad(arguments.queued, engines=ENGINES, slots=SLOTS)
-    gc.collect()
-    gc.freeze()
+    Garbage(is_quiet=lambda: False).start()  # as in the server
     figures: dict[str, object] = {}
     calls: list[float] = []
     table = Table("slots freed", "us per dispatch", "end", "schedule", "first token", "submit", "acknowledge")
@@ -88,7 +87,6 @@ def main() -> None:
     figures["handle_p99_ms"] = round(float(np.percentile(calls, 99)) * 1e3, 3)
     figures["handle_max_ms"] = round(max(calls) * 1e3, 3)
     if not arguments.no_quality:
-        gc.unfreeze()
         shares = [(hit_share(seed, False), hit_share(seed, True)) for seed in range(EXACT_SEEDS)]
         figures["hit_share_of_exact"] = round(sum(ours / exact for ours, exact in shares) / len(shares), 4)
     Console().print(table)

@@ -79,7 +79,7 @@ TASKS = (
     (TaskType.REPLAY, 0.03),
 )
 ACKNOWLEDGE_AT = 64  # results kept before they are acknowledged
-SUBMIT_AT = 32  # groups in one submission
+SUBMIT_AT = 8  # groups in one submission: 64 rollouts, as the server cuts its events
 
 
 @dataclass(slots=True)

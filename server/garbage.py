@@ -2,10 +2,10 @@
 
 A full collection walks every container the process holds: tens of milliseconds beside a large index or queue, during which
 no rollout moves (PROTOTYPES.md: 40 ms with 100,000 queued, none after a freeze). Almost all garbage here is freed by its
-reference count; collections of the young generations, a fraction of a millisecond, find most of the rest.
+reference count; collections of the youngest generation, a few milliseconds, find most of the rest.
 
 Invariants
-- The interpreter starts no full collection by itself between `start()` and `stop()`.
+- The interpreter starts no collection but those of the youngest generation by itself between `start()` and `stop()`.
 - A full one runs when nothing is queued or on an engine for `QUIET_SECONDS`, and something was made since the last; a
   server that is never quiet runs one after `BUSY_SECONDS`, over what was made since the last.
 - What lives through one is frozen: no later collection walks it, until a quiet one looks at everything again.
@@ -25,9 +25,9 @@ from rolloutd.server.logging import get_logger
 QUIET_SECONDS = 2.0
 BUSY_SECONDS = 600.0
 _LOOK_SECONDS = 1.0
-# Young collections: net containers made before one, and young ones before a middle one. The default of 700 collects
-# thousands of times a second what a finishing rollout frees by itself.
-_YOUNG, _MIDDLE = 20_000, 20
+# Net containers made before a young collection. The default of 700 collects thousands of times a second what a finishing
+# rollout frees by itself; 20,000 stop the loop for up to 50 ms beside a full queue, where each container is a cache miss.
+_YOUNG = 3_000
 _NEVER = 1 << 30
 # Containers made since the last full collection that make another one worth its time.
 WORTHWHILE = 10_000
@@ -46,7 +46,7 @@ class Garbage:
 
     def start(self) -> None:
         """After start-up: what is loaded stays."""
-        gc.set_threshold(_YOUNG, _MIDDLE, _NEVER)
+        gc.set_threshold(_YOUNG, _NEVER, _NEVER)
         self._collect(everything=True)
 
     def stop(self) -> None:
@@ -88,5 +88,5 @@ class Garbage:
 
 def made_since_collection() -> int:
     """Containers made and not freed since the last full collection, roughly."""
-    young, middle, old = gc.get_count()
-    return young + _YOUNG * (middle + _MIDDLE * old)
+    young, middle, _ = gc.get_count()
+    return young + _YOUNG * middle
