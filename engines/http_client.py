@@ -80,7 +80,11 @@ class HttpClient:
 
     def free(self) -> Connection | None:
         """A connection that is open and not in use, if there is one."""
-        return self._idle.pop() if self._idle else None
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection.is_closing:  # between the engine's farewell and our noticing it
+                return connection
+        return None
 
     async def connect(self) -> Connection:
         """A new connection. Raises Unreached."""
@@ -167,6 +171,10 @@ class Connection(asyncio.Protocol):
         self._content_type = b""
         self._has_end = False  # the header says where the body ends; else it ends with the connection
         self._in_body = False
+
+    @property
+    def is_closing(self) -> bool:
+        return self._transport is None or self._transport.is_closing()
 
     def send(self, head: bytes, body: bytes, receiver: Receiver) -> None:
         """Begin a request: `head` from `HttpClient.head`. Only on a connection that the client gave out."""

@@ -18,6 +18,17 @@ def check(world: World) -> None:
     for engine in world.engines.values():
         _check_engine(engine)
     _check_rooms(world)
+    if world._pools_mark == world.fleet_mark:
+        for (run_id, pool, labels), found in world._pools.items():
+            if run_id in world.runs:
+                derived = [
+                    one for one in world.engines.values() if world.serves(one, world.runs[run_id], pool, dict(labels))
+                ]
+                _same(
+                    f"engines of {pool} for {run_id}",
+                    [one.engine_id for one in found],
+                    [one.engine_id for one in derived],
+                )
     for pool in {pool for run in world.runs.values() for pool in run.ready}:
         waiting = {run.run_id for run in world.runs.values() if run.ready.get(pool)}
         _same(f"{pool} waiting runs", {run.run_id for run in world.waiting.get(pool, ())}, waiting)

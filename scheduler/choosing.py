@@ -29,6 +29,7 @@ from rolloutd.scheduler.world import World
 MAX_ENGINES_SCORED = 5  # for one entry; of more with room, `MAX_HOLDING_SCORED` with a hit and the emptiest
 MAX_HOLDING_SCORED = 2
 DEEP_HEADS_PER_LANE = 32  # entries looked at where the first ones wait for an engine or a prefix of their own
+DEEP_PAUSE_SECONDS = 0.1  # between two looks behind the first entries of lanes that found nothing
 PROBES = 16  # engines with room drawn at random, of which the emptiest is scored
 CHEAP_PREFILL = 0.05  # dearness never falls below this: among equals a cached prefix is still better than none
 
@@ -184,8 +185,12 @@ def choose(
                 gates.note_blocked(world, entry, gate)
         if look.entry is not None:
             return look, Gate.OPEN
-        if not deeper and len(seen) >= HEADS_PER_LANE:
-            break
+        # What stands first may be too large for what is left, and what stands behind it not: look on, but where that was
+        # in vain, not at every pass.
+        rested = world.now - turn.backlog.fruitless_at >= DEEP_PAUSE_SECONDS
+        if not deeper and not rested and len(seen) >= HEADS_PER_LANE:
+            return None, closed
+    turn.backlog.fruitless_at = world.now
     return None, closed
 
 

@@ -18,8 +18,8 @@ from rolloutd.scheduler.events import AcknowledgeResults, AttachConsumer
 from rolloutd.scheduler.outbox import Consumer, Kept
 from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.run import Run
-from rolloutd.scheduler.spec import Acknowledgement
-from rolloutd.scheduler.states import Code
+from rolloutd.scheduler.spec import Acknowledgement, StepReport
+from rolloutd.scheduler.states import Code, TrainerState
 from rolloutd.scheduler.timers import TimerKind
 from rolloutd.scheduler.world import World
 
@@ -36,6 +36,18 @@ def fence(run: Run, epoch: int) -> Refusal | None:
         "FENCED",
         f"trainer_epoch: {epoch} is older than epoch {run.epoch} of run {run.run_id!r}; this trainer was replaced",
     )
+
+
+def raise_epoch(world: World, run: Run, epoch: int, newcomer: Consumer | None = None) -> None:
+    """A trainer that started later spoke: streams of earlier ones end, and its steps count from wherever it says."""
+    if epoch <= run.epoch:
+        return
+    run.epoch = epoch
+    run.report = StepReport(step=0, trainer_state=TrainerState.UNKNOWN)
+    for other in run.consumers.values():
+        if other.attached and other is not newcomer and other.epoch < epoch:
+            other.attached = False
+            world.end_stream(run, other.consumer_id, fence(run, other.epoch))
 
 
 def ensure(world: World, run: Run, consumer_id: str, epoch: int) -> Consumer | Refusal:
@@ -59,12 +71,7 @@ def attach(world: World, run: Run, event: AttachConsumer) -> Refusal | None:
     if isinstance(made, Refusal):
         return made
     consumer = made
-    if event.epoch > run.epoch:
-        run.epoch = event.epoch
-        for other in run.consumers.values():
-            if other.attached and other is not consumer and other.epoch < event.epoch:
-                other.attached = False
-                world.end_stream(run, other.consumer_id, fence(run, other.epoch))
+    raise_epoch(world, run, event.epoch, consumer)
     consumer.epoch = event.epoch
     consumer.attached = True
     world.timers.cancel(consumer.grace_timer)

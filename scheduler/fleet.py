@@ -40,6 +40,7 @@ def join(world: World, event: JoinEngine) -> Refusal | None:
             _bury(world, old, "the engine restarted")
         engine = Engine(facts)
         world.engines[facts.engine_id] = engine
+        world.fleet_mark += 1  # again: burying the old one looked engines up
         world.room(facts.pool).join(engine)
         world.index.add_engine(engine.cache_key, max(1, facts.page_tokens), _cache_cap(world, facts))
     world.record(

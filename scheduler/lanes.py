@@ -19,6 +19,7 @@ against.
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -135,6 +136,7 @@ class Backlog:
         "brief",
         "count",
         "evaluations",
+        "fruitless_at",
         "held",
         "ready",
         "tasks",
@@ -155,6 +157,9 @@ class Backlog:
         self.ready = 0
         self.held = 0
         self.brief = 0  # entries that hold a slot only for a moment
+        self.fruitless_at = (
+            -math.inf
+        )  # when a look behind the first entries of its lanes last found nothing (kept by `choosing`)
         self.evaluations = 0  # entries whose data are for evaluation
         self.tasks = [0] * len(TaskType)  # entries by task type
 

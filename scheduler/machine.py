@@ -150,9 +150,16 @@ class Scheduler:
             case SubmitRollouts():
                 return self._submit(run, event)
             case SetBudget():
-                return consumers.fence(run, event.epoch) or budgeting.set_budget(world, run, event.budget)
+                return self._of_trainer(run, event.epoch) or budgeting.set_budget(world, run, event.budget)
             case ReportStep():
-                return consumers.fence(run, event.epoch) or trainer.report_step(world, run, event.report)
+                return self._of_trainer(run, event.epoch) or trainer.report_step(world, run, event.report)
+
+    def _of_trainer(self, run: Run, epoch: int) -> Refusal | None:
+        """Refuses the call of a trainer that was replaced; that of one which started later replaces the others."""
+        refusal = consumers.fence(run, epoch)
+        if refusal is None:
+            consumers.raise_epoch(self._world, run, epoch)
+        return refusal
 
     def _submit(self, run: Run, event: SubmitRollouts) -> Refusal | None:
         world = self._world

@@ -131,7 +131,8 @@ def _check_report(run: Run, report: StepReport) -> Refusal | None:
         return Refusal(
             Code.FAILED_PRECONDITION,
             "STEP_BACKWARDS",
-            f"step: {report.step} is below step {run.report.step} of run {run.run_id!r}; a restarted trainer uses a new epoch or run",
+            f"step: {report.step} is below step {run.report.step} of run {run.run_id!r}; a restarted trainer uses a higher "
+            "epoch, or another run",
             (("step", "goes backwards"),),
         )
     for name in ("consume_samples_per_second", "consume_tokens_per_second", "update_period_seconds"):

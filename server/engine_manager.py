@@ -37,6 +37,7 @@ class SupervisedEngine:
     door: Engine
     info: EngineInfo | None = None
     joined: bool = False  # the core knows it
+    lost: bool = False  # the core was told that it is gone
     draining: bool = False
     last_error: str = ""
     last_error_at: float = 0.0
@@ -141,17 +142,23 @@ class EngineManager:
         """Try until the engine is registered and the core took it."""
         attempt = 0
         while True:
+            alive = False
             try:
                 async with asyncio.timeout(self._register_timeout_seconds):
                     info = await engine.door.register()
                 problem = self._join(engine, info)
             except EngineFault as fault:
                 problem = fault.message
+                alive = fault.kind is FaultKind.BUSY
             except TimeoutError:
                 problem = f"did not register within {self._register_timeout_seconds:g} s"
             if problem is None:
                 return
             self._note_error(engine, problem)
+            if engine.joined and alive:
+                self._loop.post(events.EngineReadiness(engine.engine_id, False))
+            elif engine.joined:  # its door knows nothing of it any more, so nothing can be sent
+                self._lose(engine, problem)
             ceiling = min(
                 self._settings.register_backoff_max_seconds,
                 self._settings.register_backoff_seconds * 2 ** min(attempt, 16),
@@ -186,6 +193,7 @@ class EngineManager:
         first = engine.info is None or engine.info.incarnation != info.incarnation
         engine.info = info
         engine.joined = True
+        engine.lost = False
         engine.last_error = ""
         engine.registered.set()
         if first:
@@ -222,8 +230,7 @@ class EngineManager:
                 failing_since = failing_since or clock()
                 self._note_error(engine, fault.message)
                 if failures >= self._settings.lose_failures and clock() - failing_since >= self._settings.lose_seconds:
-                    self._loop.post(events.LoseEngine(engine.engine_id, fault.message))
-                    self._log.warning("engine_lost", engine_id=engine.engine_id, message=fault.message)
+                    self._lose(engine, fault.message)
                     return
                 continue
             if failures or load.prefilled_tokens_total < prefilled_tokens_total:
@@ -243,6 +250,13 @@ class EngineManager:
                 )
             )
             ready = self._set_ready(engine, ready, now_ready)
+
+    def _lose(self, engine: SupervisedEngine, message: str) -> None:
+        """Tell the core, once, until it joins again."""
+        if not engine.lost:
+            engine.lost = True
+            self._loop.post(events.LoseEngine(engine.engine_id, message))
+            self._log.warning("engine_lost", engine_id=engine.engine_id, message=message)
 
     def _set_ready(self, engine: SupervisedEngine, before: bool, ready: bool) -> bool:
         if ready is not before:

@@ -42,8 +42,10 @@ class Problem:
     retry_after_seconds: float = 0.0  # 0: at once or never, by the code
 
     def __str__(self) -> str:
-        named = "".join(f"; {field}: {description}" for field, description in self.fields)
-        return f"{self.message}{named} ({self.code}{', ' + self.reason if self.reason else ''})"
+        untold = (one for one in self.fields if one[0] not in self.message)
+        named = "".join(f"; {field}: {description}" for field, description in untold)
+        reason = f", {self.reason}" if self.reason not in ("", self.code) else ""
+        return f"{self.message}{named} ({self.code}{reason})"
 
 
 class RolloutdError(Exception):

@@ -2,22 +2,22 @@
 
 import asyncio
 import sys
+import time
 
 import numpy as np
 
-import rolloutd.client
+from rolloutd.client import RolloutResult, connect
 
 PROMPTS, SAMPLES = 64, 8
 
 
-def reward(result: rolloutd.client.RolloutResult) -> float:
+def reward(result: RolloutResult) -> float:
     return float(np.mean(result.tokens % 2)) if result.complete else 0.0  # yours comes here
 
 
 async def main(address: str = "127.0.0.1:50051", steps: str = "3") -> None:
     rng = np.random.default_rng(0)
-    trainer = rolloutd.client.connect(address, run="grpo", consumer="rank0", epoch=1, auto_acknowledge=False)
-    async with trainer as client:
+    async with connect(address, run="grpo", consumer="rank0", epoch=int(time.time()), auto_acknowledge=False) as client:
         await client.set_budget(max_running_rollouts=128, lease_seconds=600)
         for step in range(int(steps)):
             await client.report_step(step, trainer_state="waiting", samples_needed=PROMPTS * SAMPLES)

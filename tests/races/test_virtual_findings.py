@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rolloutd.scheduler.events import AttemptEnded, LoseEngine, PauseRun, ResumeRun, UpdateRollouts
+from rolloutd.scheduler.events import (
+    AttemptEnded,
+    JoinEngine,
+    LoseEngine,
+    PauseRun,
+    ReportStep,
+    ResumeRun,
+    UpdateRollouts,
+)
 from rolloutd.scheduler.result import Piece
-from rolloutd.scheduler.spec import Quota, RolloutUpdate
-from rolloutd.scheduler.states import FaultKind, Outcome, TaskType, TrainerState
+from rolloutd.scheduler.spec import Quota, RolloutUpdate, StepReport
+from rolloutd.scheduler.states import Code, FaultKind, Outcome, TaskType, TrainerState
 from tests.scheduler.kit import (
     BACKGROUND,
     CRITICAL,
@@ -246,3 +254,32 @@ def test_two_that_outgrow_a_kv_ceiling_together_take_turns_and_both_end() -> Non
         if bench.ended == {"r0", "r1"}:
             return
     raise AssertionError(f"still there: {bench.live}")
+
+
+def test_small_work_behind_three_that_fit_nowhere_takes_the_room_they_cannot() -> None:
+    bench = Bench(*(engine(f"e{index}", slots=8, kv_capacity_tokens=4096) for index in range(4)))
+    bench.run(*(spec(f"hog{index}", tokens=1800, max_new_tokens=300) for index in range(4)))
+    bench.submit(*(spec(f"large{index}", tokens=2600, max_new_tokens=1000) for index in range(4)))
+    bench.tick(1.0)
+    bench.submit(*(spec(f"small{index}", max_new_tokens=100) for index in range(20)))
+    bench.tick(1.0)
+    assert sum(one.startswith("small") for one in bench.live) >= 16
+
+
+def test_after_a_restart_with_work_on_it_an_engine_is_known_at_once() -> None:
+    bench = Bench(engine(incarnation="1", vocabulary_size=1000))
+    bench.run(spec("a", token_bytes=ids([5] * 8)))
+    bench.do(JoinEngine(engine(incarnation="2", vocabulary_size=1000)))
+    bench.tick()
+    assert bench.rejected(spec("bad", token_bytes=ids([5000] * 8))).code is Code.INVALID_ARGUMENT
+    bench.submit(spec("now", token_bytes=ids([5] * 8), fail_fast=True))
+
+
+def test_a_trainer_that_starts_again_under_a_higher_epoch_may_count_from_an_earlier_step() -> None:
+    bench = Bench(engine())
+    bench.step(5)
+    assert bench.refused(ReportStep(RUN, StepReport(3, TrainerState.TRAINING))).reason == "STEP_BACKWARDS"
+    bench.do(ReportStep(RUN, StepReport(3, TrainerState.TRAINING), epoch=2))
+    assert bench.run_view().step == 3
+    assert bench.refused(ReportStep(RUN, StepReport(9, TrainerState.TRAINING), epoch=1)).reason == "FENCED"
+    assert bench.streams_ended(), "the older trainer's stream"

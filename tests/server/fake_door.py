@@ -31,6 +31,9 @@ class FakeDoor:
         self.slots = slots
         self.context_tokens = context_tokens
         self.reachable = True
+        self.registers = True
+        self.polls = 0
+        self.prefilled_tokens_total = 0
         self.is_ready = True
         self.incarnation = "1"
         self.closed = False
@@ -46,6 +49,8 @@ class FakeDoor:
     async def register(self) -> EngineInfo:
         self.registrations += 1
         self._reach()
+        if not self.registers:
+            raise EngineFault(FaultKind.BROKEN, "not the model it was")
         return EngineInfo(
             incarnation=self.incarnation,
             model="fake",
@@ -64,7 +69,9 @@ class FakeDoor:
 
     async def load(self) -> EngineLoad:
         self._reach()
-        return EngineLoad(0.0, len(self.running), 0, 100 * len(self.running), 100_000, 0.0, 0, 0.0)
+        self.polls += 1
+        used_tokens = 100 * len(self.running)
+        return EngineLoad(0.0, len(self.running), 0, used_tokens, 100_000, 0.0, self.prefilled_tokens_total, 0.0)
 
     async def ready(self) -> bool:
         self._reach()

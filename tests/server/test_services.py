@@ -341,3 +341,17 @@ async def test_engine_68_not_ready_is_never_a_loss() -> None:
         rig.door.is_ready = True
         assert (await stream.next("finished")).complete
         assert rig.door.registrations == registrations
+
+
+async def test_an_engine_that_cannot_be_registered_again_is_lost_not_ready() -> None:
+    """Its counters start again: another process. Where that one cannot be registered, nothing can be sent to it."""
+    async with running_server() as rig:
+        door = rig.doors["http://engine-0:1"]
+        door.prefilled_tokens_total = 100
+        polls = door.polls
+        await until(lambda: door.polls > polls + 1)
+        door.registers = False
+        door.prefilled_tokens_total = 0
+        await until(lambda: rig.server.loop.core.engine_views()[0].state == "lost")
+        door.registers = True
+        await until(lambda: rig.server.loop.core.engine_views()[0].state == "ready")
