@@ -72,7 +72,8 @@ def main() -> None:
     parser.add_argument("--free", type=int, nargs="*", default=[1, 16])
     arguments = parser.parse_args()
     load = CoreLoad(arguments.queued, engines=ENGINES, slots=SLOTS)
-    Garbage(is_quiet=lambda: False).start()  # as in the server
+    garbage = Garbage(is_quiet=lambda: False)
+    garbage.start()  # as in the server
     figures: dict[str, object] = {}
     calls: list[float] = []
     table = Table("slots freed", "us per dispatch", "end", "schedule", "first token", "submit", "acknowledge")
@@ -84,6 +85,7 @@ def main() -> None:
         figures[f"us_per_dispatch_{free}"] = round(total, 1)
         cells = (by_purpose.get(one, 0.0) for one in (*PURPOSES, "submit", "acknowledge"))
         table.add_row(str(free), f"{total:.1f}", *(f"{cell:.1f}" for cell in cells))
+    garbage.stop()
     figures["handle_p99_ms"] = round(float(np.percentile(calls, 99)) * 1e3, 3)
     figures["handle_max_ms"] = round(max(calls) * 1e3, 3)
     if not arguments.no_quality:
