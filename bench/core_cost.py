@@ -1,6 +1,6 @@
 """`make bench-core`: what one dispatched rollout costs the core, and how near its bounded look comes to an exact one.
 
-Cost: 100,000 queued rollouts of eight runs on 64 engines of 32 slots; per dispatch, the CPU of ending the attempts that freed
+Cost: 100,000 queued rollouts of eight runs on 64 engines of 32 slots; per dispatch, the time of ending the attempts that freed
 the slots, of scheduling, and of the first tokens (submissions and acknowledgements are printed beside it).
 Quality: the prefix hits of the same load (smaller queue) as it is, over those when every entry that may go is scored on every
 engine with room.
@@ -33,7 +33,7 @@ EXACT_SEEDS = 8  # one seed moves by 0.04 either way
 
 
 def measure(load: CoreLoad, free: int, dispatches: int) -> dict[str, float]:
-    """CPU microseconds per dispatch by purpose, `free` slots freed per event."""
+    """Microseconds per dispatch by purpose, `free` slots freed per event."""
     load.meter.clear()
     before = load.dispatched
     while load.dispatched - before < dispatches:

@@ -12,7 +12,7 @@ What this module does not know: whose turn it is, and what is done with the pair
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 
 from rolloutd.scheduler import gates, queueing, turns
@@ -21,7 +21,7 @@ from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.lanes import HEADS_PER_LANE
 from rolloutd.scheduler.run import Run
-from rolloutd.scheduler.scoring import ENGINE_TERMS, ENTRY_TERMS, Facts, clamp, diversity
+from rolloutd.scheduler.scoring import ENGINE_TERMS, ENTRY_TERMS, Facts, SignedTerms, diversity, signed, weighted
 from rolloutd.scheduler.states import Gate, TaskType
 from rolloutd.scheduler.views import DecisionKind
 from rolloutd.scheduler.world import World
@@ -92,10 +92,7 @@ class Look:
             queueing.refresh_hits(world, entry)
         facts = self.facts
         queueing.fill_facts(world, entry, facts)
-        fixed = 0.0
-        for weight, term in self.entry_terms:
-            value = term(facts)
-            fixed += weight * (value if 0.0 <= value <= 1.0 else clamp(value))
+        fixed = weighted(self.entry_terms, facts)
         most = fixed - self._least_cost
         hits = entry.hits
         if hits:
@@ -136,15 +133,11 @@ class Look:
         return self.emptiest
 
 
-Terms = tuple[tuple[float, Callable[[Facts], float]], ...]
-
-
 @lru_cache(maxsize=64)
-def _signed_terms(weights: tuple[tuple[str, float], ...]) -> tuple[Terms, Terms]:
-    """(signed weight, term) of the terms of entries, and of those of engines."""
+def _signed_terms(weights: tuple[tuple[str, float], ...]) -> tuple[SignedTerms, SignedTerms]:
+    """The terms of entries, and those of engines, with their weights."""
     of = dict(weights)
-    entry_terms = tuple((term.sign * of[term.weight], term.score) for term in ENTRY_TERMS)
-    return entry_terms, tuple((term.sign * of[term.weight], term.score) for term in ENGINE_TERMS)
+    return signed(ENTRY_TERMS, of), signed(ENGINE_TERMS, of)
 
 
 def choose(
@@ -231,17 +224,9 @@ def _score_entry(world: World, entry: Entry, fixed: float, roomy: list[Engine], 
 
     fixed: the part of its score that no engine changes.
     """
-    open_to: list[tuple[Engine, int]]
-    if len(roomy) == 1:
-        engine = roomy[0]
-        gate, claim = look.space(engine).gate(entry)
-        if gate is not Gate.OPEN:
-            return gate
-        open_to = [(engine, claim)]
-    else:
-        open_to, gate = _open_engines(world, entry, roomy, look)
-        if not open_to:
-            return gate
+    open_to, gate = _open_engines(entry, roomy, look)
+    if not open_to:
+        return gate
     facts = look.facts
     facts.prompt_tokens = entry.prompt_tokens
     hits = entry.hits
@@ -249,10 +234,7 @@ def _score_entry(world: World, entry: Entry, fixed: float, roomy: list[Engine], 
     considered: list[Row] = []
     for engine, claim in open_to:
         fill_engine_facts(facts, entry, engine, claim)
-        score = fixed
-        for weight, term in look.engine_terms:
-            value = term(facts)
-            score += weight * (value if 0.0 <= value <= 1.0 else clamp(value))
+        score = fixed + weighted(look.engine_terms, facts)
         considered.append(
             Row(engine.engine_id, score, facts.hit_tokens, facts.dearness, facts.slots_fill, facts.kv_fill)
         )
@@ -274,7 +256,7 @@ def _score_entry(world: World, entry: Entry, fixed: float, roomy: list[Engine], 
     return Gate.OPEN
 
 
-def _open_engines(world: World, entry: Entry, roomy: list[Engine], look: Look) -> tuple[list[tuple[Engine, int]], Gate]:
+def _open_engines(entry: Entry, roomy: list[Engine], look: Look) -> tuple[list[tuple[Engine, int]], Gate]:
     """Engines worth scoring that would take the entry, with the KV tokens to book; or the gate that is closed everywhere.
 
     All of a few. Of many: those with the longest hits, and the first one open of the others, emptiest first.

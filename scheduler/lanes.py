@@ -157,9 +157,8 @@ class Backlog:
         self.ready = 0
         self.held = 0
         self.brief = 0  # entries that hold a slot only for a moment
-        self.fruitless_at = (
-            -math.inf
-        )  # when a look behind the first entries of its lanes last found nothing (kept by `choosing`)
+        # When a look behind the first entries of its lanes last found nothing (kept by `choosing`).
+        self.fruitless_at = -math.inf
         self.evaluations = 0  # entries whose data are for evaluation
         self.tasks = [0] * len(TaskType)  # entries by task type
 

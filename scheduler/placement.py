@@ -58,9 +58,8 @@ def _fill(world: World, pool: str, room: Room, batch_id: int, limit: int) -> int
         turn = turns.next_turn(world, pool, blocked, bool(room.long), brief_room)
         if turn is None:
             if made and kept:
-                world.dirty = (
-                    True  # what was dispatched may have ended a reason to keep room that stopped others before
-                )
+                # What was dispatched may have ended a reason to keep room that stopped others before.
+                world.dirty = True
             break
         if made >= limit:
             world.dirty = True
@@ -158,8 +157,6 @@ def _startable_tasks(world: World, turn: turns.Turn) -> tuple[frozenset[TaskType
 
 def _roomy_engines(world: World, turn: turns.Turn, room: Room) -> tuple[list[Engine], Gate]:
     """Open engines with a slot for this turn's kind of work, and why there is none."""
-    now = world.now
-    run_id = turn.run.run_id
     keep_short = gates.reserved_short(world)
     if not turn.short and not turn.backlog.brief:
         keep_short = room.reserved_short
@@ -169,11 +166,7 @@ def _roomy_engines(world: World, turn: turns.Turn, room: Room) -> tuple[list[Eng
         having = room.long
     else:
         having = {engine: None for engine in room.free if engine.free_slots(False, keep_short) > 0}
-    roomy = [
-        engine
-        for engine in having
-        if engine.is_open(now) and not engine.removed and engine.facts.run_id in ("", run_id)
-    ]
+    roomy = [engine for engine in having if _usable(world, engine, turn)]
     if not roomy:
         return [], _no_room(world, turn, room)
     waits_for_critical = turn.run.led and not turn.short and turn.rollout_class is not RolloutClass.CRITICAL
@@ -186,12 +179,13 @@ def _roomy_engines(world: World, turn: turns.Turn, room: Room) -> tuple[list[Eng
 
 def _no_room(world: World, turn: turns.Turn, room: Room) -> Gate:
     """Why no engine has a slot for this turn."""
-    now = world.now
-    allowed = ("", turn.run.run_id)
-    for engine in room.free:
-        if engine.is_open(now) and not engine.removed and engine.facts.run_id in allowed:
-            return Gate.SHORT_RESERVED
-    for engine in room.members.values():
-        if engine.is_open(now) and not engine.removed and engine.facts.run_id in allowed:
-            return Gate.ENGINE_SLOTS
+    if any(_usable(world, engine, turn) for engine in room.free):
+        return Gate.SHORT_RESERVED
+    if any(_usable(world, engine, turn) for engine in room.members.values()):
+        return Gate.ENGINE_SLOTS
     return Gate.NO_ENGINE
+
+
+def _usable(world: World, engine: Engine, turn: turns.Turn) -> bool:
+    """Whether this engine takes work of the turn's run and pool now, room aside."""
+    return engine.is_open(world.now) and world.serves(engine, turn.run, turn.pool, {})

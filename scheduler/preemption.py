@@ -35,9 +35,8 @@ from rolloutd.scheduler.world import World
 
 FloorKey = tuple[str, str, int]  # run id, kind of floor, class or task type
 
-FRUITLESS_SHARE = (
-    0.5  # of the cool-down passes before those who wait are looked at again when nobody could be interrupted
-)
+# Of the cool-down passes before those who wait are looked at again when nobody could be interrupted.
+FRUITLESS_SHARE = 0.5
 
 CURABLE = frozenset(
     {

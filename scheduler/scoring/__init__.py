@@ -8,13 +8,24 @@ per entry. To change a term touch its file; to add one, add a file and a row her
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from rolloutd.scheduler.scoring import cost, diversity, prefix, urgency, waiting
 from rolloutd.scheduler.scoring.facts import Facts
 
-__all__ = ["ENGINE_TERMS", "ENTRY_TERMS", "TERMS", "Facts", "Term", "clamp", "static_key", "weighted"]
+__all__ = [
+    "ENGINE_TERMS",
+    "ENTRY_TERMS",
+    "TERMS",
+    "Facts",
+    "Term",
+    "clamp",
+    "SignedTerms",
+    "signed",
+    "static_key",
+    "weighted",
+]
 
 
 class Term(NamedTuple):
@@ -40,11 +51,20 @@ ENTRY_TERMS = tuple(term for term in TERMS if not term.per_engine)
 ENGINE_TERMS = tuple(term for term in TERMS if term.per_engine)
 
 
-def weighted(terms: tuple[Term, ...], facts: Facts, weights: Mapping[str, float]) -> float:
-    """Sum over some terms of weight x term, costs against."""
+SignedTerms = Sequence[tuple[float, Callable[[Facts], float]]]  # (signed weight, term)
+
+
+def signed(terms: tuple[Term, ...], weights: Mapping[str, float]) -> SignedTerms:
+    """Terms with their weights, costs against."""
+    return tuple((term.sign * weights[term.weight], term.score) for term in terms)
+
+
+def weighted(terms: SignedTerms, facts: Facts) -> float:
+    """Sum over some terms of signed weight x term. On the hot path: a term within its bounds is not clamped."""
     total = 0.0
-    for term in terms:
-        total += term.sign * weights[term.weight] * clamp(term.score(facts))
+    for weight, term in terms:
+        value = term(facts)
+        total += weight * (value if 0.0 <= value <= 1.0 else clamp(value))
     return total
 
 
