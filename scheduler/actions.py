@@ -14,7 +14,7 @@ from typing import Any
 
 from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.result import RolloutResult
-from rolloutd.scheduler.states import AbortReason, RolloutState
+from rolloutd.scheduler.states import AbortReason, PauseMode, RolloutState, UpdateState, Verb
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ class Dispatch:
     top_logprobs: int
     prompt_logprobs_from: int | None
     engine_params: Mapping[str, Any]
+    cache_salt: str = ""  # where its KV may be matched
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,46 @@ class Abort:
     attempt_id: str
     engine_id: str
     reason: AbortReason
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """One control call to an engine; ends with ControlEnded or ControlFailed. An engine has one at a time.
+
+    mode: of PAUSE. path: of LOAD. label: of LOAD and NAME. tags: of RELEASE_MEMORY and RESUME_MEMORY.
+    """
+
+    control_id: int
+    engine_id: str
+    verb: Verb
+    mode: PauseMode = PauseMode.RETRACT
+    path: str = ""
+    label: str = ""
+    tags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PublishProgress:
+    """One engine went on with a publication. `aborted`: attempts of the run that were interrupted for it so far."""
+
+    run_id: str
+    pool: str
+    version: int
+    engine_id: str
+    state: UpdateState
+    message: str = ""
+    aborted: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PublishEnded:
+    """A publication is over: engines that hold the version now, and those that do not."""
+
+    run_id: str
+    pool: str
+    version: int
+    updated: tuple[str, ...]
+    failed: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +128,7 @@ class NoticeKind(enum.IntEnum):
     BUDGET_LEASE_EXPIRED = 2
     DRAINING = 3
     RESULTS_EXPIRED = 4
+    VERSION_PUBLISHED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,4 +182,4 @@ class Record:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-Action = Dispatch | Abort | Deliver | EndStream | Refuse | Record
+Action = Dispatch | Abort | Control | PublishProgress | PublishEnded | Deliver | EndStream | Refuse | Record

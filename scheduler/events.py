@@ -13,6 +13,7 @@ from rolloutd.scheduler.spec import (
     Acknowledgement,
     Budget,
     EngineFacts,
+    PolicyUpdate,
     RolloutSpec,
     RolloutUpdate,
     RunSettings,
@@ -125,6 +126,43 @@ class ReportStep:
 
 
 @dataclass(frozen=True, slots=True)
+class PublishPolicy:
+    run_id: str
+    update: PolicyUpdate
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsPushed:
+    """The trainer's word that it pushed the weights of a version to an engine, or failed to."""
+
+    run_id: str
+    pool: str
+    version: int
+    engine_id: str = ""  # "": to every engine that waits for them
+    error: str = ""  # "": they are there
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ControlEnded:
+    """A control call to an engine was answered."""
+
+    engine_id: str
+    control_id: int
+    flushed: bool = True  # FLUSH and LOAD: whether the cache was dropped
+    label: str = ""  # VERIFY: of the weights that it holds
+
+
+@dataclass(frozen=True, slots=True)
+class ControlFailed:
+    engine_id: str
+    control_id: int
+    fault: FaultKind
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class JoinEngine:
     """A door registered an engine (again). A new incarnation means its cache and its attempts are gone."""
 
@@ -145,6 +183,7 @@ class EngineReadiness:
 
     engine_id: str
     ready: bool
+    age_seconds: float = 0.0  # since the engine was asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +262,10 @@ Event = (
     | AcknowledgeResults
     | SetBudget
     | ReportStep
+    | PublishPolicy
+    | WeightsPushed
+    | ControlEnded
+    | ControlFailed
     | JoinEngine
     | LoseEngine
     | EngineReadiness

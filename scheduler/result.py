@@ -71,6 +71,20 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class AttemptRecord:
+    """One attempt in the life of a rollout. Times are in seconds since acceptance."""
+
+    number: int
+    engine_id: str
+    batch_id: int
+    policy_version: int  # that its engine held when it was dispatched
+    started_seconds: float
+    ended_seconds: float
+    generated_tokens: int  # that it brought back
+    end: str  # "completed", an abort's reason or a fault in one word
+
+
+@dataclass(frozen=True, slots=True)
 class RolloutResult:
     """How a rollout ended, with everything it produced. Times are in seconds since acceptance."""
 
@@ -111,6 +125,14 @@ class RolloutResult:
     complete: bool
     clipped: bool
     extras: Mapping[str, Any]
+    policy_version: int = 0  # the newest one of its run and pool when it ended
+    stale: bool = False  # its oldest token is further behind that than it allows; delivered because its run says so
+    history: tuple[AttemptRecord, ...] = ()  # the last `HISTORY_ATTEMPTS` of its attempts
+
+    @property
+    def staleness(self) -> int:
+        """Versions that the oldest token is behind the newest policy; 0 without tokens."""
+        return max((self.policy_version - span.policy_version for span in self.spans), default=0)
 
     @property
     def size_bytes(self) -> int:

@@ -9,7 +9,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rolloutd.scheduler.states import OnPreempt, Origin, RolloutClass, TaskType, TrainerState
+from rolloutd.scheduler.states import (
+    CacheHandling,
+    OnPreempt,
+    OnStale,
+    Origin,
+    ReleaseMemory,
+    RolloutClass,
+    TaskType,
+    TrainerState,
+    UpdateMode,
+)
 
 TOKEN_BYTES = 4
 
@@ -52,6 +62,10 @@ class RolloutSpec:
     engine_params: Mapping[str, Any] = field(default_factory=dict)
     engine_labels: Mapping[str, str] = field(default_factory=dict)
     return_prompt_tokens: bool = False  # the caller gave text that was tokenised before it came here
+    min_version: int | None = None  # oldest policy version that may write any of its tokens; None: the run's
+    exact_version: int | None = None  # the only one that may
+    max_staleness: int | None = None  # versions its oldest token may be behind the run's newest; None: the run's
+    max_partial_span: int | None = None  # versions between its oldest and its newest token; None: the run's
 
     @property
     def prompt_tokens(self) -> int:
@@ -92,6 +106,30 @@ class RunSettings:
     disconnect_grace_seconds: float = 0.0
     max_undelivered_bytes: int = 0  # 0: delivery.max_undelivered_bytes
     undelivered_ttl_seconds: float = 0.0  # 0: delivery.undelivered_ttl_seconds
+    min_version: int = 0
+    max_staleness: int | None = None  # None: any age will do
+    max_partial_span: int | None = None  # None: any; 0: all tokens of a rollout by one version
+    on_stale: OnStale = OnStale.WITHHOLD
+    batch_samples: int = 0  # samples that one training step takes; with max_staleness: bounds the samples on their way
+    slice_tokens: int = 0  # a rollout may move to another engine after so many tokens; 0: it stays
+    prefix_ttl_versions: int | None = None  # None: policy.*_prefix_ttl_versions; needs CacheHandling.KEEP
+    release_memory: ReleaseMemory = ReleaseMemory.NOTHING  # while the trainer trains
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyUpdate:
+    """New weights for one pool of a run.
+
+    version: above every one published before, or the newest again (a retry). path: where the engines read them; empty: the
+    trainer pushes them itself and says so per engine. engines_at_once: 0 for all; else a rolling update.
+    """
+
+    version: int
+    path: str = ""
+    mode: UpdateMode = UpdateMode.RETRACT
+    cache: CacheHandling = CacheHandling.FLUSH
+    pool: str = "policy"
+    engines_at_once: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -111,6 +111,9 @@ class Outcome(enum.IntEnum):
     RUN_ENDED = 7
     SHUTDOWN = 8
     INTERNAL = 9
+    VERSION_UNMET = 10  # no engine came to hold a policy version that it accepts
+    VERSION_GONE = 11  # every engine has left the exact version that it asked for
+    STALE = 12  # written by a policy that was too old when it was done; withheld
 
 
 class OutcomeRow(NamedTuple):
@@ -132,6 +135,9 @@ OUTCOMES: dict[Outcome, OutcomeRow] = {
     Outcome.RUN_ENDED: OutcomeRow(Code.CANCELLED, "run_ended", False),
     Outcome.SHUTDOWN: OutcomeRow(Code.UNAVAILABLE, "shutdown", False),
     Outcome.INTERNAL: OutcomeRow(Code.INTERNAL, "internal", False),
+    Outcome.VERSION_UNMET: OutcomeRow(Code.UNAVAILABLE, "version_unmet", False),
+    Outcome.VERSION_GONE: OutcomeRow(Code.FAILED_PRECONDITION, "version_gone", False),
+    Outcome.STALE: OutcomeRow(Code.FAILED_PRECONDITION, "stale", False),
 }
 
 
@@ -156,6 +162,8 @@ class AbortReason(enum.IntEnum):
     RUN_ENDED = 5
     SHUTDOWN = 6
     RECALL = 7  # it waits in an engine's own queue
+    PUBLISH = 8  # its engine gets other weights
+    MEMORY = 9  # its engine's memory goes to the trainer
 
 
 class Gate(enum.IntEnum):
@@ -184,3 +192,76 @@ class Gate(enum.IntEnum):
     RESERVED_FOR_LARGE = 20
     SHUTTING_DOWN = 21
     BATCH_LIMIT = 22  # the run's batch is full; the next pass goes on
+    POLICY_VERSION = 23  # no engine that has room holds a version that it accepts
+    STALENESS = 24  # enough samples are on their way: more would be too old when the trainer takes them
+
+
+class UpdateMode(enum.IntEnum):
+    """What happens to work that runs while its engine gets other weights."""
+
+    DRAIN = 0  # it ends first
+    ABORT_AND_RESUME = 1  # it is interrupted; its tokens are kept and continued anywhere
+    RETRACT = 2  # it stays and is computed again under the new weights, from its prompt and its tokens
+    IN_PLACE = 3  # it stays and goes on over the KV of the old weights
+
+
+class CacheHandling(enum.IntEnum):
+    """What becomes of prefixes that the old weights computed."""
+
+    FLUSH = 0  # the engine drops its cache
+    NAMESPACE = 1  # it keeps it, where new work cannot match it
+    KEEP = 2  # new work may match it; an explicit choice of the run (prefix_ttl_versions)
+
+
+class PauseMode(enum.IntEnum):
+    """How an engine is paused; the words of SGLang's /pause_generation."""
+
+    ABORT = 0
+    RETRACT = 1
+    IN_PLACE = 2
+
+
+class Verb(enum.IntEnum):
+    """One control call to an engine."""
+
+    PAUSE = 0
+    RESUME = 1  # generation goes on
+    FLUSH = 2
+    LOAD = 3  # weights from a disk path
+    BEGIN = 4  # the trainer is about to push weights
+    END = 5
+    NAME = 6  # give the weights that it holds their label
+    VERIFY = 7  # ask which label it holds
+    RELEASE_MEMORY = 8
+    RESUME_MEMORY = 9
+
+
+class UpdateState(enum.IntEnum):
+    """Where one engine is on its way to another policy version."""
+
+    WAITING = 0  # for its turn; it still serves the version that it holds
+    CLEARING = 1  # for running work that must not see the new weights
+    PAUSING = 2
+    FLUSHING = 3
+    LOADING = 4
+    PUSHING = 5  # the trainer pushes its weights now
+    NAMING = 6
+    VERIFYING = 7
+    RESUMING = 8
+    UPDATED = 9
+    FAILED = 10
+
+
+class OnStale(enum.IntEnum):
+    """What becomes of a finished rollout whose oldest token is too old."""
+
+    WITHHOLD = 0  # it ends with STALE and without its tokens
+    FLAG = 1  # it is delivered, marked as stale
+
+
+class ReleaseMemory(enum.IntEnum):
+    """Engine memory that a colocated trainer gets while it trains."""
+
+    NOTHING = 0
+    KV_CACHE = 1
+    KV_CACHE_AND_WEIGHTS = 2  # the weights are gone: the engine serves again after the next publish

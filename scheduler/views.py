@@ -93,7 +93,12 @@ class RunView:
     diversity_distance: float  # total variation between consumed strata and the target mix
     strata_coverage: float
     distinct_outputs: float  # share of distinct outputs among recent results
-    policy_version: int
+    policy_version: int  # of pool "policy"; 0: as registered
+    policy_versions: Mapping[str, int] = field(default_factory=dict)  # pool -> newest published, where any was
+    publishing: Mapping[str, int] = field(default_factory=dict)  # pool -> version being published now
+    samples_on_their_way: int = 0  # reserved or generated and not consumed, where staleness bounds them
+    samples_allowed: int | None = None  # None: not bounded
+    stale_results: int = 0  # withheld or flagged
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +131,18 @@ class RolloutView:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupView:
+    """How far a group is: complete when all `size` members completed, partial while some are missing or failed."""
+
+    group_id: str
+    size: int
+    members: tuple[str, ...]
+    finished: int
+    failed: tuple[str, ...]  # ended otherwise than COMPLETED
+    done: bool  # every member ended; nothing more will come
+
+
+@dataclass(frozen=True, slots=True)
 class EngineView:
     engine_id: str
     incarnation: str
@@ -155,6 +172,8 @@ class EngineView:
     reported_rollouts: int  # running and waiting there, in the last report
     tokens_per_second: float  # generation, in the last report
     ghosts: int  # running there beyond what we dispatched, in the last report
+    policy_version: int = 0  # acknowledged; 0: as registered
+    held_because: str = ""  # why it gets no work although it is there: updating, quarantined, memory released
 
 
 @dataclass(frozen=True, slots=True)
