@@ -11,7 +11,9 @@ What this module does not know: where the rollout goes next.
 
 from __future__ import annotations
 
-from rolloutd.scheduler import budgeting, lifecycle, queueing
+from dataclasses import replace
+
+from rolloutd.scheduler import budgeting, lifecycle, publishing, queueing, versions
 from rolloutd.scheduler.actions import Progressed
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
@@ -60,8 +62,8 @@ def ended(world: World, event: AttemptEnded) -> None:
     if attempt is None:
         return
     rollout = attempt.rollout
-    piece = event.piece
     engine = attempt.engine
+    piece, problem = _believed(attempt, event.piece)
     tokens = len(piece.token_bytes) // TOKEN_BYTES
     if attempt.first_token_at is None and (tokens or piece.prompt_logprob_bytes):
         _first_token(world, attempt, piece.prompt_tokens, piece.cached_tokens)
@@ -72,13 +74,24 @@ def ended(world: World, event: AttemptEnded) -> None:
     _learn_speed(world, attempt, tokens)
     if attempt.first_token_at is not None:
         cached = (attempt.token_bytes + piece.token_bytes)[: -TOKEN_BYTES if tokens else None]  # the last has no KV
-        world.index.insert(world.namespace(rollout.run), cached, engine.cache_key)
+        _credit(world, attempt, cached)
     _wake_followers(world, attempt)
-    lifecycle.close_attempt(world, attempt, piece)
-    if piece.finish_reason == "abort" and not rollout.is_whole:
+    lifecycle.close_attempt(world, attempt, piece, piece.finish_reason if reason is None else reason.name.lower())
+    if problem:
+        publishing.fence(world, engine, problem)
+        if reason is None:
+            _fault(world, rollout, f"engine {engine.engine_id}: {problem}")
+        else:
+            _interrupted(world, rollout, attempt, reason)
+    elif piece.finish_reason == "abort" and not rollout.is_whole:
         if reason not in CALLERS_WORD and not world.shutting_down:
             lifecycle.cut_interrupted(rollout, piece)
         _interrupted(world, rollout, attempt, reason)
+    elif (
+        reason not in CALLERS_WORD and attempt.slice_tokens and piece.finish_reason == "length" and not rollout.is_whole
+    ):
+        _count_engine(attempt, piece)
+        lifecycle.requeue(world, rollout, f"its slice of {attempt.slice_tokens} tokens is done", keep=True)
     elif reason in CALLERS_WORD:
         _interrupted(world, rollout, attempt, reason)  # it finished in the same moment; the caller's word stands
     else:
@@ -99,7 +112,10 @@ def failed(world: World, event: AttemptFailed) -> None:
     settings = world.config.executor
     reason = attempt.abort_reason
     _wake_followers(world, attempt)
-    lifecycle.close_attempt(world, attempt, event.partial)
+    partial, problem = _believed(attempt, event.partial) if event.partial is not None else (None, "")
+    lifecycle.close_attempt(world, attempt, partial, event.fault.name.lower())
+    if problem:
+        publishing.fence(world, engine, problem)
     if event.fault in (FaultKind.BROKEN, FaultKind.SILENT, FaultKind.UNREACHED):
         was_open = engine.breaker_until > world.now
         engine.note_fault(world.now, event.message, settings)
@@ -153,7 +169,6 @@ def abort_overdue(world: World, rollout: Rollout) -> None:
 def _first_token(world: World, attempt: Attempt, prompt_tokens: int, cached_tokens: int) -> None:
     """The prompt is computed and cached: credit it, correct the index, release who waited for it."""
     rollout = attempt.rollout
-    run = rollout.run
     engine = attempt.engine
     attempt.first_token_at = world.now
     attempt.cached_tokens = cached_tokens
@@ -165,10 +180,9 @@ def _first_token(world: World, attempt: Attempt, prompt_tokens: int, cached_toke
     engine.cached_tokens += cached_tokens
     engine.prompt_tokens += prompt_tokens
     if attempt.token_bytes:
-        namespace = world.namespace(run)
         if cached_tokens + engine.facts.page_tokens <= attempt.predicted_tokens:
-            world.index.forget(namespace, attempt.token_bytes, engine.cache_key, cached_tokens)
-        world.index.insert(namespace, attempt.token_bytes, engine.cache_key)
+            _discredit(world, attempt, cached_tokens)
+        _credit(world, attempt, attempt.token_bytes)
     for entry in world.computing.end(attempt.stems):
         entry.hits_at = -1.0
         queueing.wake(world, entry)
@@ -176,9 +190,35 @@ def _first_token(world: World, attempt: Attempt, prompt_tokens: int, cached_toke
     siblings = _waiting_siblings(rollout)
     if siblings is not None and siblings.leader_id == attempt.attempt_id:
         held = world.index.whole_pages(engine.cache_key, siblings.prompt_tokens)
-        if held:
+        if held and attempt.kv_version == engine.version:
             siblings.hits = {**siblings.hits, engine.cache_key: held}
         queueing.wake(world, siblings)
+
+
+def _believed(attempt: Attempt, piece: Piece) -> tuple[Piece, str]:
+    """What came back, with the policy version of each span; without the tokens whose version nobody can tell, and why."""
+    found = versions.origins(attempt, piece)
+    if found.problem:
+        return replace(piece.first_tokens(found.tokens), versions=found.versions), found.problem
+    if not piece.version_spans:
+        engine = attempt.engine
+        return replace(piece, version_spans=((engine.label, 0, found.tokens),), versions=(engine.version,)), ""
+    return replace(piece, versions=found.versions), ""
+
+
+def _credit(world: World, attempt: Attempt, tokens: bytes) -> None:
+    """The engine holds KV of these tokens, computed by one version."""
+    rollout = attempt.rollout
+    if attempt.kv_version is not None:
+        namespace = rollout.run.lineage(rollout.spec.pool).namespace(attempt.kv_version)
+        world.index.insert(namespace, tokens, attempt.engine.cache_key)
+
+
+def _discredit(world: World, attempt: Attempt, cached_tokens: int) -> None:
+    """Less was cached than was believed, by whatever version."""
+    rollout = attempt.rollout
+    for namespace, _ in rollout.run.lineage(rollout.spec.pool).lookups:
+        world.index.forget(namespace, attempt.token_bytes, attempt.engine.cache_key, cached_tokens)
 
 
 def _wake_followers(world: World, attempt: Attempt) -> None:
@@ -237,6 +277,8 @@ def _interrupted(world: World, rollout: Rollout, attempt: Attempt, reason: Abort
         _fault(world, rollout, f"engine {attempt.engine.engine_id} made no progress")
     elif reason is AbortReason.RECALL:
         lifecycle.requeue(world, rollout, "recalled from the engine's queue", keep=True)
+    elif reason in (AbortReason.PUBLISH, AbortReason.MEMORY):
+        lifecycle.requeue(world, rollout, f"interrupted ({reason.name.lower()})", keep=True)
     elif reason in (AbortReason.PREEMPT, AbortReason.BUDGET):
         rollout.preemptions += 1
         rollout.yielded += reason is AbortReason.PREEMPT

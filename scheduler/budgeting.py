@@ -99,7 +99,7 @@ def _check_memory_known(world: World, run: Run, budget: Budget) -> Refusal | Non
         return None
     for engine in world.engines.values():
         facts = engine.facts
-        if not facts.kv_cache_bytes and (not facts.run_id or facts.run_id == run.run_id):
+        if not facts.kv_cache_bytes and (not engine.owner or engine.owner == run.run_id):
             return Refusal(
                 Code.FAILED_PRECONDITION,
                 "ENGINE_MEMORY_UNKNOWN",

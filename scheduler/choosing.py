@@ -54,6 +54,7 @@ class Look:
         "tie",
         "told",
         "_least_cost",
+        "_mark",
         "_prefix_weight",
         "_run",
         "_spaces",
@@ -77,6 +78,7 @@ class Look:
         self.told: list[Row] = []  # engines scored for the entry that is best so far
         self._world = world
         self._run = run
+        self._mark = run.lineage(turn.pool).mark
         # Of engine terms one adds: at most the share of the longest hit here. One takes away: at least the emptiest's slots.
         self._prefix_weight = max(0.0, weights["prefix"])
         self._least_cost = 0.0
@@ -88,7 +90,7 @@ class Look:
     def outlook(self, entry: Entry) -> tuple[float, float]:
         """(the best score an entry could have on any engine, the part of it that no engine changes)."""
         world = self._world
-        if world.now - entry.hits_at >= queueing.HITS_FRESH_SECONDS:
+        if world.now - entry.hits_at >= queueing.HITS_FRESH_SECONDS or entry.hits_mark != self._mark:
             queueing.refresh_hits(world, entry)
         facts = self.facts
         queueing.fill_facts(world, entry, facts)
@@ -174,7 +176,9 @@ def choose(
                 gate = _score_entry(world, entry, fixed, roomy, look)
             if gate is not Gate.OPEN:
                 closed = gate
-                deeper = deeper or gate in (Gate.HELD_FOR_PREFIX, Gate.NO_ENGINE)
+                deeper = deeper or gate in (Gate.HELD_FOR_PREFIX, Gate.NO_ENGINE, Gate.POLICY_VERSION)
+                if gate is Gate.POLICY_VERSION:
+                    queueing.hold_for_version(world, entry)
                 gates.note_blocked(world, entry, gate)
         if look.entry is not None:
             return look, Gate.OPEN

@@ -9,12 +9,12 @@ What this module does not know: the wall clock.
 
 from __future__ import annotations
 
-from rolloutd.scheduler import attempts, budgeting, consumers, lifecycle, queueing
+from rolloutd.scheduler import attempts, budgeting, consumers, letting_in, lifecycle, queueing, updating
 from rolloutd.scheduler.actions import NoticeKind
 from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.rollout import Rollout
 from rolloutd.scheduler.run import Run
-from rolloutd.scheduler.states import AbortReason, Code, Outcome, RolloutState
+from rolloutd.scheduler.states import AbortReason, Code, Gate, Outcome, RolloutState
 from rolloutd.scheduler.timers import TimerKind
 from rolloutd.scheduler.world import World
 
@@ -42,6 +42,8 @@ def fire_due(world: World) -> None:
                 consumers.abandon(world, *subject)
             case TimerKind.SHUTDOWN:
                 _abort_all(world)
+            case TimerKind.UPDATE:
+                updating.due(world, subject)
             case TimerKind.HOUSEKEEPING:
                 _housekeeping(world)
             case TimerKind.ENGINE:
@@ -88,6 +90,9 @@ def _rollout_due(world: World, rollout: Rollout) -> None:
             lifecycle.abort(world, rollout, AbortReason.DEADLINE, "its deadline passed")
     elif state is RolloutState.QUEUED and now >= rollout.ttl_at:
         _ttl_passed(world, rollout)
+    elif attempt is not None and attempt.engine.stands_still:
+        attempt.progress_at = now  # while it gets other weights; that has time limits of its own
+        lifecycle.arm_timer(world, rollout)
     elif attempt is not None and now >= attempt.progress_at + lifecycle.progress_timeout(world, rollout):
         lifecycle.abort(world, rollout, AbortReason.NO_PROGRESS, "no progress within its limit")
     else:
@@ -100,7 +105,16 @@ def _ttl_passed(world: World, rollout: Rollout) -> None:
     spec = rollout.spec
     engines = world.pool_engines(run, spec.pool, spec.engine_labels)
     waited = rollout.queued_seconds + world.now - rollout.queued_at
-    if any(not engine.lost and not engine.draining for engine in engines):
+    if rollout.entry is not None and rollout.entry.held_gate is Gate.POLICY_VERSION:
+        newest = run.newest_version(spec.pool)
+        error = Refusal(
+            Code.UNAVAILABLE,
+            "POLICY_VERSION_UNMET",
+            f"no engine of pool {spec.pool!r} held a version that it accepts for {waited:.1f} s, its queue_ttl; the newest is {newest}",
+            retry_after_seconds=RETRY_AFTER_SECONDS,
+        )
+        lifecycle.finish(world, rollout, Outcome.VERSION_UNMET, error)
+    elif any(not engine.lost and not engine.draining for engine in engines):
         error = Refusal(
             Code.UNAVAILABLE,
             "QUEUE_TIMEOUT",
@@ -135,9 +149,14 @@ def _housekeeping(world: World) -> None:
         idle = [group.group_id for group in run.groups.values() if group.unacknowledged == 0]
         for group_id in idle:  # members all delivered, but the announced size was never reached
             del run.groups[group_id]
+            letting_in.group_over(world, run, group_id)
         attached = any(consumer.attached for consumer in run.consumers.values())
-        if run.ended and not run.unfinished and not run.undelivered_results and not attached:
+        publishing_now = any(lineage.active is not None for lineage in run.lineages.values())
+        done = run.ended and not run.unfinished and not run.undelivered_results
+        if done and not attached and not publishing_now:
             del world.runs[run.run_id]
+            for lineage in run.lineages.values():
+                world.index.drop_owner(lineage.owner)
     if any(run.ledger.queued for run in world.runs.values()):
         world.dirty = True  # waits, engine back-offs and reservations change with time alone
 

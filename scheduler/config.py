@@ -68,6 +68,8 @@ class PolicySettings:
     cold_start_batch_size: int = 8
     cold_start_tail_fill: float = 0.0  # see placement: how full engines may be while only the critical tail runs
     stable_tail_fill: float = 0.25
+    cold_start_prefix_ttl_versions: int = 0  # of use only where publications keep engines' caches
+    stable_prefix_ttl_versions: int = 0
     stable_lower_turn: int = 32  # every n-th dispatch may go to a lower class although critical work waits; cold: never
 
 
@@ -93,6 +95,17 @@ class ExecutorSettings:
     breaker_seconds: float = 5.0
     busy_seconds: float = 0.25
     abort_seconds: float = 10.0  # an abort that is not answered by then counts as a broken engine
+
+
+@dataclass(frozen=True, slots=True)
+class PublishSettings:
+    """`publish.*`: how long one engine may take over each step of an update."""
+
+    clear_seconds: float = 600.0  # for running work to end (DRAIN); then it is interrupted
+    call_seconds: float = 900.0  # for one control call: reading weights from a slow disk takes minutes
+    push_seconds: float = 900.0  # for the trainer to push its weights
+    retry_seconds: float = 0.2  # between two tries of a flush, or of letting it generate again
+    flush_tries: int = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,5 +136,6 @@ class SchedulerConfig:
     policy: PolicySettings = PolicySettings()
     budget: BudgetSettings = field(default_factory=BudgetSettings)
     executor: ExecutorSettings = ExecutorSettings()
+    publish: PublishSettings = PublishSettings()
     delivery: DeliverySettings = DeliverySettings()
     index: IndexSettings = IndexSettings()

@@ -11,15 +11,16 @@ What this module does not know: streams and connections.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
-from rolloutd.scheduler import lifecycle
-from rolloutd.scheduler.actions import Attached, Finished, NoticeKind
+from rolloutd.scheduler import letting_in, lifecycle, versions
+from rolloutd.scheduler.actions import Attached, Finished, GroupFinished, NoticeKind
 from rolloutd.scheduler.events import AcknowledgeResults, AttachConsumer
 from rolloutd.scheduler.outbox import Consumer, Kept
 from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.spec import Acknowledgement, StepReport
-from rolloutd.scheduler.states import Code, TrainerState
+from rolloutd.scheduler.states import Code, OnStale, Outcome, TrainerState
 from rolloutd.scheduler.timers import TimerKind
 from rolloutd.scheduler.world import World
 
@@ -44,6 +45,7 @@ def raise_epoch(world: World, run: Run, epoch: int, newcomer: Consumer | None = 
         return
     run.epoch = epoch
     run.report = StepReport(step=0, trainer_state=TrainerState.UNKNOWN)
+    letting_in.restarted(world, run)
     for other in run.consumers.values():
         if other.attached and other is not newcomer and other.epoch < epoch:
             other.attached = False
@@ -83,9 +85,36 @@ def attach(world: World, run: Run, event: AttachConsumer) -> Refusal | None:
     for name in event.take_over:
         _take_over(world, run, consumer, name)
     world.deliver(run, consumer.consumer_id, 0, Attached(consumer.cursor, consumer.unfinished, len(consumer.kept)))
-    for cursor, kept in consumer.kept.items():
-        world.deliver(run, consumer.consumer_id, cursor, kept.event)
+    for cursor in list(consumer.kept):
+        world.deliver(run, consumer.consumer_id, cursor, _as_of_now(run, consumer, cursor))
     return None
+
+
+def _as_of_now(run: Run, consumer: Consumer, cursor: int) -> Finished | GroupFinished:
+    """A kept event as it is delivered now: a result may have become too old while nobody took it."""
+    kept = consumer.kept[cursor]
+    event = kept.event
+    if not isinstance(event, Finished) or not event.result.complete or event.result.stale:
+        return event
+    rollout = run.rollouts[event.result.rollout_id]
+    lineage = run.lineage(rollout.spec.pool)
+    if not versions.too_old(lineage, rollout):
+        return event
+    run.stale_results += 1
+    if run.settings.on_stale is OnStale.FLAG:
+        result = replace(event.result, stale=True, policy_version=lineage.version)
+    else:
+        result = replace(
+            event.result.without_tokens(),
+            outcome=Outcome.STALE,
+            error=versions.stale_error(lineage, rollout),
+            policy_version=lineage.version,
+            stale=True,
+        )
+    rollout.result = result
+    event = Finished(result)
+    run.undelivered_bytes += consumer.replace(cursor, event)
+    return event
 
 
 def detach(world: World, run: Run, consumer_id: str) -> None:
@@ -207,6 +236,7 @@ def _forget(world: World, run: Run, consumer: Consumer, cursor: int) -> None:
     run.undelivered_results -= 1
     rollout_id = kept.event.result.rollout_id
     rollout = run.rollouts.pop(rollout_id)
+    letting_in.consumed(world, rollout)
     run.remember_delivered(rollout_id)
     run.family.forget(rollout_id, run.rollouts)
     members = run.sampled.get(rollout.spec.rollout_id)
@@ -224,6 +254,7 @@ def _forget(world: World, run: Run, consumer: Consumer, cursor: int) -> None:
         if teller is not None and event_cursor is not None:
             _forget(world, run, teller, event_cursor)
         run.groups.pop(group.group_id, None)
+        letting_in.group_over(world, run, group.group_id)
 
 
 def _note_verdict(world: World, run: Run, acknowledgement: Acknowledgement) -> None:

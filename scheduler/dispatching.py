@@ -17,7 +17,7 @@ from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.lifecycle import arm_timer
 from rolloutd.scheduler.permit import Permit
 from rolloutd.scheduler.promises import Promise
-from rolloutd.scheduler.rollout import Attempt
+from rolloutd.scheduler.rollout import Attempt, Rollout
 from rolloutd.scheduler.spec import TOKEN_BYTES
 from rolloutd.scheduler.states import Gate, RolloutClass, RolloutState, TaskType
 from rolloutd.scheduler.views import DecisionKind
@@ -47,6 +47,7 @@ def dispatch(world: World, look: Look, batch_id: int) -> None:
     engine.promises.make(promise)
     attempt = Attempt(world.fresh_attempt_id(), rollout, engine, permit, promise, batch_id, world.now, token_bytes)
     attempt.predicted_tokens = predicted
+    attempt.slice_tokens = _slice_tokens(world, rollout, entry)
     rollout.attempt = attempt
     rollout.siblings = entry
     world.attempts[attempt.attempt_id] = attempt
@@ -89,14 +90,26 @@ def dispatch(world: World, look: Look, batch_id: int) -> None:
             rollout_id=rollout.rollout_id,
             token_bytes=token_bytes,
             text=text,
-            max_new_tokens=rollout.remaining_tokens if spec.task_type is not TaskType.REPLAY else 0,
+            max_new_tokens=0 if spec.task_type is TaskType.REPLAY else attempt.slice_tokens or rollout.remaining_tokens,
             sampling=sampling,
             logprobs=spec.logprobs,
             top_logprobs=spec.top_logprobs,
             prompt_logprobs_from=0 if spec.task_type is TaskType.REPLAY else None,
             engine_params=spec.engine_params,
+            cache_salt=engine.salt,
         )
     )
+
+
+def _slice_tokens(world: World, rollout: Rollout, entry: Entry) -> int:
+    """Tokens after which a long rollout may move to another engine; 0 where it writes on to its end."""
+    slice_tokens = rollout.run.settings.slice_tokens
+    if not slice_tokens or rollout.remaining_tokens <= slice_tokens or entry.text is not None or not rollout.resumable:
+        return 0
+    if rollout.task_type is TaskType.REPLAY:
+        return 0
+    longest = world.longest_prompt(rollout.run, entry.pool, entry.labels)
+    return 0 if longest and entry.prompt_tokens + slice_tokens > longest else slice_tokens
 
 
 def most_cacheable(prompt_tokens: int, page_tokens: int) -> int:

@@ -4,13 +4,15 @@ Invariants
 - `slots_used`, `short_used`, `critical_used` and `kv_claimed_tokens` are sums over the permits of `attempts`; `check()` of the
   core re-derives them.
 - The breaker counts broken and silent attempts only. Busy and refused ones neither open nor close it (property P7).
-- Nothing is placed on an engine that is lost, not ready, draining, behind an open breaker or asked to wait.
+- Nothing is placed on an engine that is lost, not ready, draining, behind an open breaker, asked to wait, on its way to another
+  version or in quarantine.
 
 What this module does not know: rollouts' classes beyond the counters, budgets, prefixes.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from rolloutd.scheduler.config import ExecutorSettings
@@ -18,14 +20,17 @@ from rolloutd.scheduler.promises import Promises
 from rolloutd.scheduler.spec import EngineFacts
 
 if TYPE_CHECKING:
+    from rolloutd.scheduler.colocation import Memory
     from rolloutd.scheduler.entry import Entry
     from rolloutd.scheduler.events import EngineLoad
+    from rolloutd.scheduler.publication import EngineUpdate
     from rolloutd.scheduler.rollout import Attempt
     from rolloutd.scheduler.room import Room
     from rolloutd.scheduler.timers import Timer
 
 MIB = 1 << 20
 SPEED_SMOOTHING = 0.2  # weight of the newest sample in the speed averages
+REMEMBERED_LABELS = 16  # of earlier weights: more than any attempt outlives
 MIN_SLOTS_FOR_RESERVE = 8  # an engine smaller than this keeps nothing back
 
 
@@ -35,7 +40,9 @@ class Engine:
         "breaker_until",
         "busy_until",
         "cache_key",
+        "cache_since",
         "cached_tokens",
+        "control_id",
         "critical_used",
         "decode_seconds_per_token",
         "draining",
@@ -45,19 +52,25 @@ class Engine:
         "faults_in_a_row",
         "generated_tokens",
         "ghosts",
+        "held_because",
         "kv_by_run",
         "kv_claimed_tokens",
         "kv_used_peak_tokens",
         "kv_used_tokens",
+        "label",
+        "labels",
         "last_error",
         "last_prefilled",
         "limit",
         "lost",
+        "memory",
+        "owner",
         "predicted_cached_tokens",
         "prefill_tokens_per_second",
         "probing",
         "promises",
         "prompt_tokens",
+        "quarantine",
         "queue_prefilled_tokens",
         "queue_since",
         "raise_at",
@@ -67,10 +80,14 @@ class Engine:
         "removed",
         "reported_rollouts",
         "reserved_for",
+        "resumed_at",
         "room",
+        "salt",
         "short_used",
         "slots_used",
         "tokens_per_second",
+        "update",
+        "version",
         "wake_timer",
     )
 
@@ -117,6 +134,51 @@ class Engine:
         self.ghosts = 0
         self.reported_rollouts = 0
         self.tokens_per_second = 0.0
+        self.owner = facts.run_id  # the run whose versions it holds; empty: nobody's yet, it serves any run
+        self.version = 0  # policy version that it acknowledged; 0: as registered
+        self.label = facts.engine_version  # of the weights that it holds, in its own words
+        self.labels = {facts.engine_version: 0}  # of the weights that it held -> their version
+        self.salt = ""  # what new work is sent under: only KV of the same salt matches
+        self.cache_since = 0  # version from which on its cache was kept
+        self.update: EngineUpdate | None = None  # on its way to another version
+        self.quarantine = ""  # why its weights cannot be relied on
+        self.memory: Memory | None = None  # given to the trainer, or on its way there or back
+        self.held_because = ""  # why it gets no work although it is there
+        self.control_id = 0  # the control call that is out; 0: none
+        self.resumed_at = -math.inf
+
+    # versions ----------------------------------------------------------------------------------------------------------
+
+    def version_of(self, label: str) -> int | None:
+        """Policy version of weights that this engine held or is being given, by its own word for them."""
+        update = self.update
+        if update is not None and update.changing and label == update.publication.label:
+            return update.publication.update.version
+        return self.labels.get(label)
+
+    def acknowledge(self, version: int, label: str) -> None:
+        """It holds this version now, as it said itself."""
+        self.version = version
+        self.label = label
+        self.labels.pop(label, None)
+        self.labels[label] = version
+        if len(self.labels) > REMEMBERED_LABELS:
+            del self.labels[next(iter(self.labels))]
+        self.quarantine = ""
+
+    def note_held(self) -> None:
+        """Call after a reason to give it no work came or went."""
+        if self.update is not None and not self.update.waiting:
+            self.held_because = f"updating to version {self.update.publication.update.version}"
+        elif self.memory is not None:
+            self.held_because = "its memory is the trainer's"
+        else:
+            self.held_because = self.quarantine
+
+    @property
+    def stands_still(self) -> bool:
+        """Whether it generates nothing because it gets other weights."""
+        return self.update is not None and self.update.paused
 
     def note_room(self) -> None:
         """Call after slots, their use or the limit changed."""
@@ -128,6 +190,8 @@ class Engine:
             return "lost"
         if self.draining:
             return "draining"
+        if self.held_because:
+            return "held"
         if not self.ready:
             return "not_ready"
         if self.breaker_until > now:
@@ -138,6 +202,7 @@ class Engine:
         """Whether anything may be placed here now."""
         return (
             self.ready
+            and not self.held_because
             and not self.lost
             and not self.draining
             and self.busy_until <= now

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from rolloutd.scheduler.spec import TOKEN_BYTES
 from rolloutd.scheduler.states import SHORT_TASKS, Gate, RolloutClass, TaskType
+from rolloutd.scheduler.versions import ANYTHING, Requirement
 
 if TYPE_CHECKING:
     from rolloutd.scheduler.engine import Engine
@@ -42,6 +43,7 @@ class EntryKey(NamedTuple):
     group_id: str  # "" and `alone` set for a rollout without a group
     alone: str
     labels: tuple[tuple[str, str], ...]
+    requirement: Requirement = ANYTHING
 
 
 class Entry:
@@ -59,6 +61,7 @@ class Entry:
         "held_gate",
         "hits",
         "hits_at",
+        "hits_mark",
         "hold_timer",
         "key",
         "keyed_tokens",
@@ -67,6 +70,7 @@ class Entry:
         "leader_id",
         "longest_tokens",
         "members",
+        "particular",
         "pool",
         "prompt_hash",
         "prompt_tokens",
@@ -132,6 +136,8 @@ class Entry:
         self.hold_timer: Timer | None = None
         self.hits: dict[str, int] = {}  # engine cache key -> cached tokens
         self.hits_at = -1.0
+        self.hits_mark = -1  # of the lineage, when they were looked up
+        self.particular = False  # not every policy version may run it; set before it joins a backlog
         self.stems: tuple[tuple[str, int, int], ...] | None = None
         self.blocked_since: float | None = None
         self.servers: tuple[Engine, ...] = ()  # engines that could run the first member, see `gates.servers`

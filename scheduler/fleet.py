@@ -9,7 +9,7 @@ What this module does not know: how engines are reached.
 
 from __future__ import annotations
 
-from rolloutd.scheduler import admission, attempts, budgeting, lifecycle
+from rolloutd.scheduler import admission, attempts, budgeting, lifecycle, publishing
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.events import AttemptFailed, EngineLoad, EngineReadiness, JoinEngine, LoseEngine
 from rolloutd.scheduler.refusal import Refusal, invalid
@@ -35,6 +35,7 @@ def join(world: World, event: JoinEngine) -> Refusal | None:
         old.ready = True
         old.draining = old.removed = False
         world.room(facts.pool).join(old)
+        engine = old
     else:
         if old is not None:
             _bury(world, old, "the engine restarted")
@@ -51,6 +52,7 @@ def join(world: World, event: JoinEngine) -> Refusal | None:
         slots=facts.slots,
         incarnation=facts.incarnation,
     )
+    publishing.joined(world, engine)
     for run in world.runs.values():
         budgeting.enforce(world, run)
     world.dirty = True
@@ -72,7 +74,9 @@ def lose(world: World, event: LoseEngine) -> None:
 
 def readiness(world: World, event: EngineReadiness) -> None:
     engine = world.engines.get(event.engine_id)
-    if engine is not None and engine.ready is not event.ready:
+    if engine is None or engine.update is not None or world.now - event.age_seconds < engine.resumed_at:
+        return  # it stands still on our word, or did when it was asked
+    if engine.ready is not event.ready:
         engine.ready = event.ready
         world.dirty = True
 
@@ -115,6 +119,7 @@ def forget_removed(world: World) -> None:
     for engine in [engine for engine in world.leaving.values() if not engine.attempts]:
         world.timers.cancel(engine.wake_timer)
         _drop_cache(world, engine)
+        publishing.left(world, engine, "the engine was removed")
         if engine.room is not None:
             engine.room.leave(engine)
         del world.engines[engine.engine_id]
@@ -126,6 +131,7 @@ def forget_removed(world: World) -> None:
 def _bury(world: World, engine: Engine, message: str) -> None:
     """The process is gone and with it its attempts and its cache."""
     engine.lost = engine.removed = True
+    publishing.left(world, engine, message)
     for attempt in list(engine.attempts.values()):
         attempts.failed(world, AttemptFailed(attempt.attempt_id, FaultKind.BROKEN, message))
     world.timers.cancel(engine.wake_timer)

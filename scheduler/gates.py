@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from rolloutd.scheduler import budgeting, promises, queueing
+from rolloutd.scheduler import budgeting, promises, queueing, versions
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.rollout import Rollout
@@ -73,6 +73,8 @@ class Space:
         remaining = rollout.remaining_tokens
         if not could_serve(world, entry, engine, remaining):
             return Gate.NO_ENGINE, 0
+        if entry.particular and not versions.fits(entry.run.lineage(entry.pool), rollout, engine):
+            return Gate.POLICY_VERSION, 0
         short = entry.short
         if self._brief_only and not (short or entry.brief):
             return Gate.SHORT_RESERVED, 0
@@ -144,7 +146,7 @@ def servers(world: World, entry: Entry) -> tuple[Engine, ...]:
 def could_serve(world: World, entry: Entry, engine: Engine, remaining_tokens: int) -> bool:
     """Whether this engine, when empty, could run the entry's first member, with so much output left, to its end."""
     facts = engine.facts
-    if (entry.labels or facts.run_id or facts.pool != entry.pool or engine.removed) and not world.serves(
+    if (entry.labels or engine.owner or facts.pool != entry.pool or engine.removed) and not world.serves(
         engine, entry.run, entry.pool, entry.labels
     ):
         return False

@@ -19,6 +19,7 @@ in fifty lines.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable
 from heapq import heappush
 
 from rolloutd.scheduler.index_base import TOKEN_BYTES, EngineCacheMirror, IndexStatistics, Namespace
@@ -56,7 +57,7 @@ class PrefixIndex(PrefixForest):
             raise ValueError(f"eviction must be one of {', '.join(EVICTION_POLICIES)}, got {eviction!r}")
         super().__init__(page_tokens)
         self.max_bytes = max_bytes
-        self._floors: dict[str, int] = {}  # owner -> oldest version that may hold credit
+        self._floors: dict[Hashable, int] = {}  # owner -> oldest version that may hold credit
         self._pass_mask = 0  # bits that the running pass will free
         self._pass_stack: list[Node] = []  # nodes that it still has to visit; empty when no pass runs
         self._dead_roots: deque[Root] = deque()
@@ -286,7 +287,7 @@ class PrefixIndex(PrefixForest):
 
     # ---- expiry
 
-    def advance_version(self, owner: str, version: int, ttl_versions: int = 0) -> int:
+    def advance_version(self, owner: Hashable, version: int, ttl_versions: int = 0) -> int:
         """Namespaces of `owner` older than `version - ttl_versions` match nothing from now on; returns how many.
 
         Later inserts under such a version are ignored. The threshold never moves back; `drop_owner` forgets it. O(1)
@@ -301,7 +302,7 @@ class PrefixIndex(PrefixForest):
             self._bury(root)
         return len(expired)
 
-    def drop_owner(self, owner: str) -> int:
+    def drop_owner(self, owner: Hashable) -> int:
         """All namespaces of `owner` match nothing from now on; returns how many. The name may be used afresh."""
         self._floors.pop(owner, None)
         roots = list(self._owners.get(owner, {}).values())

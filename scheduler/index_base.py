@@ -6,7 +6,7 @@ An engine is named by a string that identifies one incarnation of it: a restarte
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -16,10 +16,10 @@ TOKEN_BYTES = 4  # one little-endian uint32 id
 class Namespace(NamedTuple):
     """What must be equal for two prompts to share KV. Compared field by field, never as joined text.
 
-    owner: the run, or the shared pool, whose policy versions count. adapter, salt: empty for none.
+    owner: whose policy versions count: (run, pool), or whatever names it. adapter, salt: empty for none.
     """
 
-    owner: str
+    owner: Hashable
     model: str
     adapter: str
     version: int
@@ -55,6 +55,6 @@ class EngineCacheMirror(Protocol):
 
     def forget(self, namespace: Namespace, tokens: bytes, engine: str, keep_tokens: int) -> None: ...
 
-    def advance_version(self, owner: str, version: int, ttl_versions: int = 0) -> int: ...
+    def advance_version(self, owner: Hashable, version: int, ttl_versions: int = 0) -> int: ...
 
-    def drop_owner(self, owner: str) -> int: ...
+    def drop_owner(self, owner: Hashable) -> int: ...

@@ -7,7 +7,7 @@ answer alike, with a bound the radix index may only claim less.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from rolloutd.scheduler.index_base import TOKEN_BYTES, Namespace
 
@@ -17,7 +17,7 @@ class NaivePrefixIndex:
         self.page_tokens = page_tokens
         self.units: dict[str, int] = {}  # engine -> tokens per creditable unit
         self.entries: list[tuple[Namespace, str, bytes]] = []
-        self.floors: dict[str, int] = {}  # owner -> oldest version that may hold credit
+        self.floors: dict[Hashable, int] = {}  # owner -> oldest version that may hold credit
         self.added = 0
 
     def add_engine(self, engine: str, page_tokens: int, max_tokens: int = 0) -> int:
@@ -56,11 +56,11 @@ class NaivePrefixIndex:
             for ns, name, held in self.entries
         ]
 
-    def advance_version(self, owner: str, version: int, ttl_versions: int = 0) -> int:
+    def advance_version(self, owner: Hashable, version: int, ttl_versions: int = 0) -> int:
         floor = self.floors[owner] = max(version - ttl_versions, self.floors.get(owner, version - ttl_versions))
         return self._bury(lambda ns: ns.owner == owner and ns.version < floor)
 
-    def drop_owner(self, owner: str) -> int:
+    def drop_owner(self, owner: Hashable) -> int:
         self.floors.pop(owner, None)
         return self._bury(lambda ns: ns.owner == owner)
 

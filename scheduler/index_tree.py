@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Hashable
 from heapq import heappop
 
 from rolloutd.scheduler.index_base import TOKEN_BYTES, Namespace
@@ -34,7 +35,7 @@ class PrefixForest:
         self.page_tokens = page_tokens
         self._page_bytes = page_tokens * TOKEN_BYTES
         self._roots: dict[Namespace, Root] = {}
-        self._owners: dict[str, dict[Namespace, Root]] = {}
+        self._owners: dict[Hashable, dict[Namespace, Root]] = {}
         self._lru: OrderedDict[Node, None] = OrderedDict()  # every node but roots, dead ones until they are swept
         self._tick = 0  # counts touches
         self._bytes = 0

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rolloutd.scheduler import budgeting, lifecycle
+from rolloutd.scheduler import budgeting, lifecycle, versions
 from rolloutd.scheduler.actions import Accepted, Finished, Rejected
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.events import SubmitRollouts
@@ -81,7 +81,7 @@ def _submit_one(world: World, run: Run, consumer: Consumer, spec: RolloutSpec) -
     refusal = _check_room(world, run, spec, len(ids))
     if refusal is not None:
         return refusal
-    refusal = _check_group(run, spec)
+    refusal = _check_group(run, spec) or versions.check_admission(world, run, spec)
     if refusal is not None:
         return refusal
     _accept(world, run, consumer, spec, ids, checked)
@@ -122,7 +122,7 @@ def _check_fields(spec: RolloutSpec) -> Refusal | None:
         return invalid("group_size", f"is {spec.group_size}, smaller than samples ({spec.samples})")
     if spec.parent_rollout_id == spec.rollout_id:
         return invalid("parent_rollout_id", "names the rollout itself")
-    return None
+    return versions.check_fields(spec)
 
 
 def _known(run: Run, spec: RolloutSpec, ids: list[str]) -> list[Rollout]:
@@ -274,10 +274,12 @@ def _accept(world: World, run: Run, consumer: Consumer, spec: RolloutSpec, ids: 
     parent = run.rollouts.get(spec.parent_rollout_id) if spec.parent_rollout_id else None
     hash_ = prompt_hash(spec)
     ttl = spec.queue_ttl_seconds or run.settings.queue_ttl_seconds or world.config.queue.queue_ttl_seconds
+    requirement = versions.requirement_of(run, spec)
     accepted = []
     for index, rollout_id in enumerate(ids):
         rollout = Rollout(run, rollout_id, spec, index, consumer.consumer_id, max_new_tokens, hash_, world.now)
         rollout.ttl_at = world.now + ttl
+        rollout.requirement = requirement
         rollout.story.append((world.now, f"accepted from {consumer.consumer_id!r}"))
         if rollout.needed_by_step is not None and rollout.needed_by_step <= run.step:
             rollout.rollout_class = RolloutClass.CRITICAL  # as if it had been here when the step was reported

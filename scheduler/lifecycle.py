@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from rolloutd.scheduler import queueing, turns
+from rolloutd.scheduler import letting_in, queueing, turns, versions
 from rolloutd.scheduler.actions import Abort, Finished, GroupFinished
 from rolloutd.scheduler.group import Group
 from rolloutd.scheduler.refusal import Refusal
-from rolloutd.scheduler.result import Piece, RolloutResult, Span
+from rolloutd.scheduler.result import AttemptRecord, Piece, RolloutResult, Span
 from rolloutd.scheduler.rollout import Attempt, Rollout
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.spec import TOKEN_BYTES
@@ -24,15 +24,28 @@ from rolloutd.scheduler.states import (
     OUTCOMES,
     AbortReason,
     OnPreempt,
+    OnStale,
     Outcome,
     RolloutClass,
     RolloutState,
+    TaskType,
 )
 from rolloutd.scheduler.timers import TimerKind
 from rolloutd.scheduler.views import DecisionKind
 from rolloutd.scheduler.world import World
 
 RETRY_AFTER_SECONDS = 5.0
+# Of the scheduler itself: they give way to a reason that somebody else has.
+OWN_REASONS = frozenset(
+    {
+        AbortReason.PREEMPT,
+        AbortReason.BUDGET,
+        AbortReason.NO_PROGRESS,
+        AbortReason.RECALL,
+        AbortReason.PUBLISH,
+        AbortReason.MEMORY,
+    }
+)
 
 
 def enqueue(world: World, rollout: Rollout) -> None:
@@ -46,7 +59,12 @@ def requeue(world: World, rollout: Rollout, why: str, *, keep: bool = True) -> N
     if world.shutting_down:
         finish(world, rollout, Outcome.SHUTDOWN)
         return
-    if not keep or rollout.on_preempt is OnPreempt.RESTART or not rollout.resumable:
+    if (
+        not keep
+        or rollout.on_preempt is OnPreempt.RESTART
+        or not rollout.resumable
+        or versions.must_restart(world, rollout)
+    ):
         rollout.pieces.clear()
         rollout.pieces_by.clear()
     if rollout.spec.text is not None and rollout.pieces and not rollout.pieces[0].prompt_token_bytes:
@@ -61,6 +79,15 @@ def requeue(world: World, rollout: Rollout, why: str, *, keep: bool = True) -> N
     rollout.queued_at = world.now
     queueing.put(world, rollout)
     arm_timer(world, rollout)
+
+
+def restart(world: World, rollout: Rollout, why: str) -> None:
+    """A queued rollout gives up the tokens that it kept and starts again from its prompt."""
+    queueing.take(world, rollout)
+    rollout.pieces.clear()
+    rollout.pieces_by.clear()
+    rollout.story.append((world.now, f"starts again: {why}"))
+    queueing.put(world, rollout)
 
 
 def cut_interrupted(rollout: Rollout, piece: Piece) -> None:
@@ -99,26 +126,26 @@ def progress_timeout(world: World, rollout: Rollout) -> float:
     return min(patience, settings.lost_seconds) if lost else patience
 
 
+def expect_abort(world: World, attempt: Attempt, reason: AbortReason, why: str) -> None:
+    """The engine is about to stop a live attempt without being asked for this one."""
+    attempt.rollout.move(RolloutState.ABORTING, world.now, why)
+    attempt.abort_reason = reason
+    attempt.aborted_at = world.now
+    world.note_attempt(attempt)
+    arm_timer(world, attempt.rollout)
+
+
 def abort(world: World, rollout: Rollout, reason: AbortReason, why: str) -> None:
     """Ask the engine to stop the live attempt. A rollout that is aborting already keeps the stronger reason."""
     attempt = rollout.attempt
     if attempt is None:
         raise AssertionError(f"{rollout.rollout_id} has no attempt to abort; story: {rollout.tell()}")
     if rollout.state is RolloutState.ABORTING:
-        if attempt.abort_reason in (
-            AbortReason.PREEMPT,
-            AbortReason.BUDGET,
-            AbortReason.NO_PROGRESS,
-            AbortReason.RECALL,
-        ):
+        if attempt.abort_reason in OWN_REASONS:
             attempt.abort_reason = reason
         return
-    rollout.move(RolloutState.ABORTING, world.now, why)
-    attempt.abort_reason = reason
-    attempt.aborted_at = world.now
-    world.note_attempt(attempt)
+    expect_abort(world, attempt, reason, why)
     world.emit(Abort(attempt.attempt_id, attempt.engine.engine_id, reason))
-    arm_timer(world, rollout)
 
 
 def cancel(world: World, rollout: Rollout, outcome: Outcome = Outcome.CANCELLED) -> int:
@@ -189,7 +216,7 @@ def promote_through(world: World, run: Run, step: int) -> int:
     return promoted
 
 
-def close_attempt(world: World, attempt: Attempt, piece: Piece | None) -> None:
+def close_attempt(world: World, attempt: Attempt, piece: Piece | None, end: str) -> None:
     """An attempt is over: release its permit, wake who waited for it, keep its tokens with the rollout."""
     rollout = attempt.rollout
     now = world.now
@@ -208,6 +235,18 @@ def close_attempt(world: World, attempt: Attempt, piece: Piece | None) -> None:
     if piece is not None and (piece.token_bytes or piece.prompt_logprob_bytes or piece.finish_reason != "abort"):
         rollout.pieces.append(piece)
         rollout.pieces_by.append((attempt.engine.engine_id, attempt.number))
+    rollout.history.append(
+        AttemptRecord(
+            attempt.number,
+            attempt.engine.engine_id,
+            attempt.batch_id,
+            attempt.version,
+            attempt.dispatched_at - rollout.submitted_at,
+            now - rollout.submitted_at,
+            0 if piece is None else len(piece.token_bytes) // TOKEN_BYTES,
+            end,
+        )
+    )
     world.dirty = True
 
 
@@ -230,6 +269,12 @@ def finish(world: World, rollout: Rollout, outcome: Outcome, error: Refusal | No
     if rollout.entry is not None:
         queueing.take(world, rollout)
         rollout.queued_seconds += world.now - rollout.queued_at
+    lineage = run.lineage(rollout.spec.pool)
+    stale = outcome is Outcome.COMPLETED and versions.too_old(lineage, rollout)
+    if stale:
+        run.stale_results += 1
+        if run.settings.on_stale is OnStale.WITHHOLD:
+            outcome, error = Outcome.STALE, versions.stale_error(lineage, rollout)
     rollout.move(RolloutState.FINISHED, world.now, outcome.name.lower())
     world.timers.cancel(rollout.timer)
     rollout.timer = None
@@ -239,7 +284,9 @@ def finish(world: World, rollout: Rollout, outcome: Outcome, error: Refusal | No
         error = Refusal(
             row.code, outcome.name, f"rollout {rollout.rollout_id!r}: {outcome.name.lower().replace('_', ' ')}"
         )
-    rollout.result = _result(rollout, outcome, error, world.now)
+    result = _result(rollout, outcome, error, world.now, lineage.version, stale)
+    rollout.result = result.without_tokens() if outcome is Outcome.STALE else result
+    letting_in.ended(world, rollout)
     run.unfinished -= 1
     run.finished_by_class[rollout.rollout_class] += 1
     run.finished_by_task[rollout.task_type] += 1
@@ -284,7 +331,9 @@ def _learn(run: Run, rollout: Rollout, result: RolloutResult) -> None:
         run.phase.note_log_prob(float(np.add.reduce(log_probs)) / len(log_probs))
 
 
-def _result(rollout: Rollout, outcome: Outcome, error: Refusal | None, now: float) -> RolloutResult:
+def _result(
+    rollout: Rollout, outcome: Outcome, error: Refusal | None, now: float, policy_version: int, stale: bool
+) -> RolloutResult:
     spec = rollout.spec
     pieces = rollout.pieces
     last = pieces[-1] if pieces else None
@@ -292,9 +341,9 @@ def _result(rollout: Rollout, outcome: Outcome, error: Refusal | None, now: floa
     offset = 0
     for piece, (engine_id, number) in zip(pieces, rollout.pieces_by, strict=True):
         tokens = len(piece.token_bytes) // TOKEN_BYTES
-        for version, start, end in piece.version_spans or (("", 0, tokens),):
-            if end > start:
-                spans.append(Span(0, version, offset + start, offset + end, engine_id, number))
+        for version, (label, start, end) in zip(piece.versions, piece.version_spans, strict=True):
+            if end > start or spec.task_type is TaskType.REPLAY:  # whose version is that of its log-probs
+                spans.append(Span(version, label, offset + start, offset + end, engine_id, number))
         offset += tokens
     logprobs = b"".join(piece.logprob_bytes for piece in pieces)
     generated = offset
@@ -342,4 +391,7 @@ def _result(rollout: Rollout, outcome: Outcome, error: Refusal | None, now: floa
         complete=outcome is Outcome.COMPLETED,
         clipped=rollout.clipped,
         extras=last.extras if last is not None else {},
+        policy_version=policy_version,
+        stale=stale,
+        history=tuple(rollout.history),
     )

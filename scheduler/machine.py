@@ -23,6 +23,7 @@ from rolloutd.scheduler import (
     intake,
     lifecycle,
     placement,
+    publishing,
     snapshot,
     trainer,
 )
@@ -38,6 +39,8 @@ from rolloutd.scheduler.events import (
     CancelRollouts,
     CloseConsumer,
     ConfigureRun,
+    ControlEnded,
+    ControlFailed,
     DetachConsumer,
     DrainEngine,
     EndRun,
@@ -47,6 +50,7 @@ from rolloutd.scheduler.events import (
     JoinEngine,
     LoseEngine,
     PauseRun,
+    PublishPolicy,
     RemoveEngine,
     ReportStep,
     ResumeRun,
@@ -54,6 +58,7 @@ from rolloutd.scheduler.events import (
     SubmitRollouts,
     Tick,
     UpdateRollouts,
+    WeightsPushed,
 )
 from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.run import Run
@@ -75,6 +80,8 @@ class Scheduler:
         world = self._world
         world.now = max(world.now, now)
         refusal = self._route(event)
+        if world.clearing or world.ended_updates or world.releasing or world.returned:
+            publishing.settle(world)
         actions, world.actions = world.actions, []
         if refusal is not None:
             return [Refuse(refusal)]
@@ -114,15 +121,19 @@ class Scheduler:
                 fleet.lose(world, event)
             case DrainEngine() | RemoveEngine():
                 return self._engine_command(event)
+            case ControlEnded() | ControlFailed():
+                publishing.answered(world, event)
             case BeginShutdown():
                 clock.begin_shutdown(world, event.grace_seconds)
-            case ConfigureRun() | AttachConsumer() | SubmitRollouts() | SetBudget() | ReportStep():
+            case ConfigureRun() | AttachConsumer() | SubmitRollouts() | SetBudget() | ReportStep() | PublishPolicy():
                 return self._on_run(event)
             case _:
                 return self._on_known_run(event)
         return None
 
-    def _on_run(self, event: ConfigureRun | AttachConsumer | SubmitRollouts | SetBudget | ReportStep) -> Refusal | None:
+    def _on_run(
+        self, event: ConfigureRun | AttachConsumer | SubmitRollouts | SetBudget | ReportStep | PublishPolicy
+    ) -> Refusal | None:
         """Events that make their run on first use."""
         world = self._world
         if not event.run_id:
@@ -139,7 +150,7 @@ class Scheduler:
         return refusal
 
     def _tell_run(
-        self, run: Run, event: ConfigureRun | AttachConsumer | SubmitRollouts | SetBudget | ReportStep
+        self, run: Run, event: ConfigureRun | AttachConsumer | SubmitRollouts | SetBudget | ReportStep | PublishPolicy
     ) -> Refusal | None:
         world = self._world
         match event:
@@ -153,6 +164,8 @@ class Scheduler:
                 return self._of_trainer(run, event.epoch) or budgeting.set_budget(world, run, event.budget)
             case ReportStep():
                 return self._of_trainer(run, event.epoch) or trainer.report_step(world, run, event.report)
+            case PublishPolicy():
+                return self._of_trainer(run, event.epoch) or publishing.publish(world, run, event.update)
 
     def _of_trainer(self, run: Run, epoch: int) -> Refusal | None:
         """Refuses the call of a trainer that was replaced; that of one which started later replaces the others."""
@@ -181,7 +194,8 @@ class Scheduler:
         | CloseConsumer
         | UpdateRollouts
         | CancelRollouts
-        | AcknowledgeResults,
+        | AcknowledgeResults
+        | WeightsPushed,
     ) -> Refusal | None:
         world = self._world
         run = world.runs.get(event.run_id)
@@ -203,6 +217,8 @@ class Scheduler:
                 return consumers.fence(run, event.epoch) or trainer.update(world, run, event.updates)
             case CancelRollouts():
                 return self._cancel(run, event)
+            case WeightsPushed():
+                return consumers.fence(run, event.epoch) or publishing.confirm(world, run, event)
             case AcknowledgeResults():
                 consumer = run.consumers.get(event.consumer_id)
                 if consumer is not None:

@@ -81,6 +81,14 @@ class Consumer:
             del self.by_group[kept.event.group_id]
         return kept
 
+    def replace(self, cursor: int, event: Finished) -> int:
+        """Another result in the place of a kept one; returns the bytes that it is larger."""
+        kept = self.kept[cursor]
+        self.kept[cursor] = Kept(event, event.result.size_bytes, kept.at_seconds)
+        grown = event.result.size_bytes - kept.size_bytes
+        self.size_bytes += grown
+        return grown
+
     def through(self, cursor: int) -> list[int]:
         """Cursors kept up to and including `cursor`, oldest first."""
         found = []

@@ -9,16 +9,19 @@ What this module does not know: engines' room and what is chosen.
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
-from rolloutd.scheduler import computing, turns
+from rolloutd.scheduler import computing, staleness, turns, versions
 from rolloutd.scheduler.entry import BRIEF_TOKENS, Entry, EntryKey
 from rolloutd.scheduler.lanes import Backlog
+from rolloutd.scheduler.lineage import Lineage
 from rolloutd.scheduler.rollout import Rollout
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.scoring import Facts, static_key
 from rolloutd.scheduler.states import Gate, Origin, RolloutClass
 from rolloutd.scheduler.timers import TimerKind
+from rolloutd.scheduler.versions import ANYTHING
 from rolloutd.scheduler.world import World
 
 HITS_FRESH_SECONDS = 1.0  # an entry's prefix hits are looked up again after this
@@ -39,6 +42,7 @@ def put(world: World, rollout: Rollout) -> None:
         group_id,
         rollout.rollout_id if continued or not group_id else "",
         tuple(sorted(spec.engine_labels.items())),
+        rollout.requirement,
     )
     entry = run.entries.get(key)
     if entry is None:
@@ -49,6 +53,7 @@ def put(world: World, rollout: Rollout) -> None:
         entry.arrival = world.next_sequence()
         entry.brief = rollout.remaining_tokens <= BRIEF_TOKENS
         entry.evaluation = spec.origin is Origin.EVALUATION
+        entry.particular = continued or rollout.requirement is not ANYTHING
         run.entries[key] = entry
         world.evaluations += entry.evaluation
         if not run.waits_in(spec.pool):
@@ -59,6 +64,8 @@ def put(world: World, rollout: Rollout) -> None:
     else:
         entry.members.append(rollout)
     rollout.entry = entry
+    if continued or rollout.requirement.exact_version is not None:
+        run.bound[rollout.rollout_id] = rollout
     run.ledger.enqueue(rollout.rollout_class, spec.task_type, 1)
     run.queued_bytes[rollout.rollout_class] += entry.size_bytes
     if entry.short:
@@ -79,6 +86,8 @@ def take(world: World, rollout: Rollout) -> Entry:
     else:
         entry.members.remove(rollout)
     rollout.entry = None
+    if run.bound:
+        run.bound.pop(rollout.rollout_id, None)
     run.ledger.enqueue(rollout.rollout_class, rollout.task_type, -1)
     run.queued_bytes[rollout.rollout_class] -= entry.size_bytes
     if not entry.members:
@@ -89,6 +98,10 @@ def take(world: World, rollout: Rollout) -> Entry:
         world.evaluations -= entry.evaluation
         world.timers.cancel(entry.hold_timer)
         entry.hold_timer = None
+        if entry.particular:
+            run.lineage(entry.pool).held.pop(entry, None)
+        if run.window is not None:
+            run.window.waiting.pop(entry, None)
         release_reservations(world, entry)
     return entry
 
@@ -126,6 +139,8 @@ def order(world: World, entry: Entry) -> None:
     world.timers.cancel(entry.hold_timer)
     entry.hold_timer = None
     entry.leader_id = None
+    if hold_for_version(world, entry) or hold_for_staleness(world, entry):
+        return
     refresh_hits(world, entry)
     expect(entry)
     facts = entry_facts(world, entry)
@@ -145,13 +160,45 @@ def hold(world: World, entry: Entry, gate: Gate, until: float) -> None:
         return
     backlog.hold(entry, world.next_sequence(), gate)
     world.timers.cancel(entry.hold_timer)
-    entry.hold_timer = world.timers.add(until, TimerKind.HOLD, entry)
+    entry.hold_timer = None if until == math.inf else world.timers.add(until, TimerKind.HOLD, entry)
 
 
 def wake(world: World, entry: Entry) -> None:
     """End a hold; no effect on entries that are not held (any more)."""
     if entry.backlog is not None and entry.held:
         order(world, entry)
+
+
+def hold_for_version(world: World, entry: Entry) -> bool:
+    """Hold work that no engine may run with the version that it holds; true when it is held now."""
+    if not entry.particular:
+        return False
+    run = entry.run
+    lineage = run.lineage(entry.pool)
+    rollout = entry.members[0] if entry.members else None
+    engines = world.pool_engines(run, entry.pool, entry.labels)
+    if rollout is None or not engines or any(versions.fits(lineage, rollout, engine) for engine in engines):
+        lineage.held.pop(entry, None)
+        return False
+    if entry.held_gate is not Gate.POLICY_VERSION:
+        hold(world, entry, Gate.POLICY_VERSION, math.inf)
+        lineage.held[entry] = None
+    return True
+
+
+def hold_for_staleness(world: World, entry: Entry) -> bool:
+    """Hold work of a group that is not let in yet; true when it is held now."""
+    window = entry.run.window
+    if window is None or not entry.members or not staleness.bound(entry.members[0]):
+        return False
+    if window.admit(*staleness.key_of(entry.members[0])):
+        window.waiting.pop(entry, None)
+        return False
+    if entry.held_gate is not Gate.STALENESS:
+        hold(world, entry, Gate.STALENESS, math.inf)
+    if entry not in window.waiting:
+        window.wait(entry)
+    return True
 
 
 def hold_for_prefix(world: World, entry: Entry) -> bool:
@@ -179,9 +226,27 @@ def entry_stems(entry: Entry) -> tuple[computing.Stem, ...]:
 
 def refresh_hits(world: World, entry: Entry) -> None:
     """Look the entry's prompt up in the index, unless that was just done."""
-    if entry.text is None and world.now - entry.hits_at >= HITS_FRESH_SECONDS:
-        entry.hits = world.index.match(world.namespace(entry.run), entry.token_bytes)
+    if entry.text is not None:
+        return
+    lineage = entry.run.lineage(entry.pool)
+    if world.now - entry.hits_at >= HITS_FRESH_SECONDS or entry.hits_mark != lineage.mark:
+        entry.hits = _hits(world, lineage, entry.token_bytes)
         entry.hits_at = world.now
+        entry.hits_mark = lineage.mark
+
+
+def _hits(world: World, lineage: Lineage, tokens: bytes) -> dict[str, int]:
+    """Tokens of a prompt in the engines' caches that their present weights may use."""
+    namespace, only = lineage.lookups[0]
+    hits = world.index.match(namespace, tokens)
+    if only is None:
+        return hits
+    found = {engine: hit for engine, hit in hits.items() if engine in only}
+    for namespace, only in lineage.lookups[1:]:
+        for engine, hit in world.index.match(namespace, tokens).items():
+            if hit > found.get(engine, 0) and (only is None or engine in only):
+                found[engine] = hit
+    return found
 
 
 def note_siblings(world: World, entry: Entry) -> None:

@@ -34,6 +34,7 @@ class Piece:
     prompt_token_bytes: bytes = b""
     prompt_logprob_bytes: bytes = b""
     version_spans: tuple[tuple[str, int, int], ...] = ()
+    versions: tuple[int, ...] = ()  # policy version of each span, once the core knows it
     extras: Mapping[str, Any] = field(default_factory=dict)
 
     def without_last_token(self, of_text: bool) -> Piece:
@@ -54,6 +55,27 @@ class Piece:
             text="",
             version_spans=tuple(
                 (version, start, min(end, kept)) for version, start, end in self.version_spans if start < kept
+            ),
+            versions=tuple(
+                version
+                for version, (_, start, _) in zip(self.versions, self.version_spans, strict=False)
+                if start < kept
+            ),
+        )
+
+    def first_tokens(self, tokens: int) -> Piece:
+        """Only its first tokens, ended by an abort; for when the rest cannot be relied on. Text is given up."""
+        return replace(
+            self,
+            token_bytes=self.token_bytes[: tokens * TOKEN_BYTES],
+            logprob_bytes=self.logprob_bytes[: tokens * TOKEN_BYTES],
+            top_logprobs=self.top_logprobs[:tokens],
+            text="",
+            finish_reason="abort",
+            matched_stop=None,
+            prompt_logprob_bytes=b"",
+            version_spans=tuple(
+                (version, start, min(end, tokens)) for version, start, end in self.version_spans if start < tokens
             ),
         )
 
@@ -128,6 +150,19 @@ class RolloutResult:
     policy_version: int = 0  # the newest one of its run and pool when it ended
     stale: bool = False  # its oldest token is further behind that than it allows; delivered because its run says so
     history: tuple[AttemptRecord, ...] = ()  # the last `HISTORY_ATTEMPTS` of its attempts
+
+    def without_tokens(self) -> RolloutResult:
+        """What is left of a result that is withheld: everything but what the policy wrote."""
+        return replace(
+            self,
+            token_bytes=b"",
+            logprob_bytes=b"",
+            top_logprobs=(),
+            text="",
+            prompt_logprob_bytes=b"",
+            complete=False,
+            extras={},
+        )
 
     @property
     def staleness(self) -> int:

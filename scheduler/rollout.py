@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from rolloutd.scheduler.result import Piece, RolloutResult
+from rolloutd.scheduler.result import AttemptRecord, Piece, RolloutResult
 from rolloutd.scheduler.spec import TOKEN_BYTES, RolloutSpec
 from rolloutd.scheduler.states import MOVES, AbortReason, OnPreempt, RolloutState, TaskType
+from rolloutd.scheduler.versions import ANYTHING
 
 if TYPE_CHECKING:
     from rolloutd.scheduler.engine import Engine
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from rolloutd.scheduler.timers import Timer
 
 STORY_ENTRIES = 48
+HISTORY_ATTEMPTS = 32
 STATE_NAMES = tuple(
     state.name for state in RolloutState
 )  # by value; an enum's own look-up of its name costs ten times as much
@@ -60,14 +62,17 @@ class Attempt:
         "engine",
         "first_token_at",
         "generated_tokens",
+        "kv_version",
         "number",
         "permit",
         "predicted_tokens",
         "progress_at",
         "promise",
         "rollout",
+        "slice_tokens",
         "stems",
         "token_bytes",
+        "version",
     )
 
     def __init__(
@@ -99,6 +104,9 @@ class Attempt:
         self.aborted_at = 0.0
         self.stems: tuple[tuple[str, int, int], ...] = ()  # prefixes this attempt is computing, see computing.py
         self.token_bytes = token_bytes  # what was sent: prompt and kept partial
+        self.version = engine.version  # that the engine held when it was dispatched
+        self.kv_version: int | None = engine.version  # whose KV the engine keeps of it; None: mixed, of use to nobody
+        self.slice_tokens = 0  # it ends after so many tokens although more are wanted; 0: it does not
 
 
 class Rollout:
@@ -113,6 +121,8 @@ class Rollout:
         "faults",
         "first_token_at",
         "group",
+        "history",
+        "in_window",
         "last_batch_id",
         "max_new_tokens",
         "needed_by_step",
@@ -124,6 +134,7 @@ class Rollout:
         "prompt_hash",
         "queued_at",
         "queued_seconds",
+        "requirement",
         "result",
         "rollout_class",
         "rollout_id",
@@ -185,6 +196,9 @@ class Rollout:
         self.excluded: set[str] = set()  # engines that failed this rollout
         self.pieces: list[Piece] = []
         self.pieces_by: list[tuple[str, int]] = []  # (engine id, attempt number) of each piece
+        self.history: deque[AttemptRecord] = deque(maxlen=HISTORY_ATTEMPTS)
+        self.requirement = ANYTHING  # versions that it accepts
+        self.in_window = True  # not consumed yet, as far as a bound on samples counts it
         self.result: RolloutResult | None = None
         self.timer: Timer | None = None
         self.story: deque[tuple[float, str]] = deque(maxlen=STORY_ENTRIES)
@@ -216,6 +230,22 @@ class Rollout:
         if not self.pieces:
             return 0
         return sum(len(piece.token_bytes) for piece in self.pieces) // TOKEN_BYTES
+
+    @property
+    def oldest_version(self) -> int | None:
+        """Policy version of its first token; None without tokens."""
+        for piece in self.pieces:
+            if piece.versions:
+                return min(piece.versions)
+        return None
+
+    @property
+    def newest_version(self) -> int | None:
+        """Policy version of its last token; None without tokens."""
+        for piece in reversed(self.pieces):
+            if piece.versions:
+                return max(piece.versions)
+        return None
 
     @property
     def remaining_tokens(self) -> int:

@@ -19,16 +19,17 @@ from rolloutd.scheduler.family import Family
 from rolloutd.scheduler.group import Group
 from rolloutd.scheduler.ledger import Ledger
 from rolloutd.scheduler.lengths import LengthModel
+from rolloutd.scheduler.lineage import Lineage
 from rolloutd.scheduler.meter import Meter
 from rolloutd.scheduler.mix import Mix
 from rolloutd.scheduler.outbox import Consumer
 from rolloutd.scheduler.phase import PhaseState
 from rolloutd.scheduler.spec import RunSettings, StepReport
+from rolloutd.scheduler.staleness import Window
 from rolloutd.scheduler.states import RolloutClass, TaskType, TrainerState
 
 if TYPE_CHECKING:
     from rolloutd.scheduler.entry import Entry, EntryKey
-    from rolloutd.scheduler.index_base import Namespace
     from rolloutd.scheduler.lanes import Backlog
     from rolloutd.scheduler.rollout import Rollout
     from rolloutd.scheduler.timers import Timer
@@ -39,6 +40,7 @@ REMEMBERED_IDS = 65_536
 class Run:
     __slots__ = (
         "backlogs",
+        "bound",
         "by_step",
         "consumers",
         "delivered",
@@ -57,8 +59,8 @@ class Run:
         "led",
         "ledger",
         "lengths",
+        "lineages",
         "mix",
-        "namespace",
         "no_capacity_since",
         "no_capacity_told_at",
         "paused",
@@ -74,6 +76,7 @@ class Run:
         "short_seen_at",
         "slots",
         "slots_mark",
+        "stale_results",
         "supply",
         "undelivered_bytes",
         "undelivered_results",
@@ -81,12 +84,16 @@ class Run:
         "mean_reward",
         "valid_samples",
         "virtual_tokens",
+        "window",
     )
 
     def __init__(self, run_id: str, settings: RunSettings, config: SchedulerConfig, now: float) -> None:
         self.run_id = run_id
         self.settings = settings
-        self.namespace: Namespace | None = None  # of its prompts in the prefix index
+        self.lineages: dict[str, Lineage] = {}  # pool -> policy versions there
+        self.bound: dict[str, Rollout] = {}  # queued ones that a change of version may concern
+        self.window: Window | None = None  # samples that may be on their way, where staleness bounds them
+        self.stale_results = 0
         self.paused = False
         self.ended = False
         self.epoch = 0
@@ -132,6 +139,17 @@ class Run:
     @property
     def step(self) -> int:
         return self.report.step
+
+    def lineage(self, pool: str) -> Lineage:
+        """Its policy versions in a pool, made on first use."""
+        lineage = self.lineages.get(pool)
+        if lineage is None:
+            lineage = self.lineages[pool] = Lineage(self.run_id, pool)
+        return lineage
+
+    def newest_version(self, pool: str) -> int:
+        lineage = self.lineages.get(pool)
+        return 0 if lineage is None else lineage.version
 
     def waits_in(self, pool: str) -> bool:
         """Whether anything of this run is queued in a pool, held or not."""

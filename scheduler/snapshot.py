@@ -20,6 +20,8 @@ from rolloutd.scheduler.views import (
 )
 from rolloutd.scheduler.world import World
 
+POLICY_POOL = "policy"
+
 
 def run_view(world: World, run: Run, now: float) -> RunView:
     ledger = run.ledger
@@ -61,7 +63,12 @@ def run_view(world: World, run: Run, now: float) -> RunView:
         diversity_distance=run.mix.distance(),
         strata_coverage=run.mix.coverage(),
         distinct_outputs=run.mix.distinct_outputs(),
-        policy_version=0,
+        policy_version=run.newest_version(POLICY_POOL),
+        policy_versions={pool: one.version for pool, one in run.lineages.items() if one.version},
+        publishing={pool: one.active.update.version for pool, one in run.lineages.items() if one.active is not None},
+        samples_on_their_way=run.window.outstanding if run.window is not None else 0,
+        samples_allowed=run.window.capacity if run.window is not None else None,
+        stale_results=run.stale_results,
     )
 
 
@@ -70,7 +77,7 @@ def desired_engines(world: World, run: Run, demand: float, supply: float) -> int
     engines = [
         engine
         for engine in world.engines.values()
-        if not engine.lost and (not engine.facts.run_id or engine.facts.run_id == run.run_id)
+        if not engine.lost and (not engine.owner or engine.owner == run.run_id)
     ]
     if demand <= 0.0 or supply <= 0.0 or not engines:
         return len(engines)
@@ -127,7 +134,7 @@ def engine_view(world: World, engine: Engine) -> EngineView:
         engine_id=facts.engine_id,
         incarnation=facts.incarnation,
         pool=facts.pool,
-        run_id=facts.run_id,
+        run_id=engine.owner,
         labels=facts.labels,
         state=engine.state(world.now),
         slots=facts.slots,
@@ -139,7 +146,7 @@ def engine_view(world: World, engine: Engine) -> EngineView:
         page_tokens=facts.page_tokens,
         context_tokens=facts.context_tokens,
         vocabulary_size=facts.vocabulary_size,
-        engine_version=facts.engine_version,
+        engine_version=engine.label,
         breaker_open=engine.breaker_until > world.now,
         faults=engine.faults,
         last_error=engine.last_error,
@@ -152,6 +159,8 @@ def engine_view(world: World, engine: Engine) -> EngineView:
         reported_rollouts=engine.reported_rollouts,
         tokens_per_second=engine.tokens_per_second,
         ghosts=engine.ghosts,
+        policy_version=engine.version,
+        held_because=engine.held_because,
     )
 
 

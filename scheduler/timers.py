@@ -26,6 +26,7 @@ class TimerKind(enum.IntEnum):
     SHUTDOWN = 4
     ENGINE = 5
     HOUSEKEEPING = 6
+    UPDATE = 7
 
 
 class Timer:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from rolloutd.scheduler import budgeting, lifecycle, queueing
+from rolloutd.scheduler import budgeting, colocation, letting_in, lifecycle, queueing, version_change
 from rolloutd.scheduler.mix import Mix
 from rolloutd.scheduler.refusal import Refusal, invalid
 from rolloutd.scheduler.rollout import Rollout
@@ -25,6 +25,7 @@ def configure(world: World, run: Run, settings: RunSettings) -> Refusal | None:
     refusal = _check_settings(settings)
     if refusal is not None:
         return refusal
+    waiting = letting_in.configure(world, run, settings)
     run.settings = settings
     run.ended = False
     mix = Mix(settings.target_mix, world.config.queue.max_strata)
@@ -33,6 +34,12 @@ def configure(world: World, run: Run, settings: RunSettings) -> Refusal | None:
     for entry in list(run.entries.values()):  # weights may have changed, and with them every key
         if not entry.held:
             queueing.order(world, entry)
+    for entry in waiting:
+        queueing.wake(world, entry)
+    colocation.follow(world, run)
+    for lineage in run.lineages.values():
+        if lineage.version:
+            version_change.note(world, run, lineage)  # how old a prefix may be has changed
     world.dirty = True
     return None
 
@@ -50,6 +57,7 @@ def report_step(world: World, run: Run, report: StepReport) -> Refusal | None:
         if promoted:
             world.record("info", "promoted", run=run.run_id, step=report.step, rollouts=promoted)
             budgeting.enforce(world, run)  # running work changed its class, and classes have ceilings
+    colocation.follow(world, run)
     world.dirty = True
     return None
 
@@ -79,6 +87,7 @@ def end_run(world: World, run: Run) -> None:
     run.ended = True
     for rollout in list(run.rollouts.values()):
         lifecycle.cancel(world, rollout, Outcome.RUN_ENDED)
+    colocation.follow(world, run)
     world.record("info", "run_ended", run=run.run_id)
 
 
@@ -123,6 +132,17 @@ def _check_settings(settings: RunSettings) -> Refusal | None:
         value = getattr(settings, name)
         if not (math.isfinite(value) and value >= 0.0):
             return invalid(name, f"is {value}; must be a finite number of seconds, 0 for the default")
+    for name in (
+        "min_version",
+        "max_staleness",
+        "max_partial_span",
+        "batch_samples",
+        "slice_tokens",
+        "prefix_ttl_versions",
+    ):
+        number = getattr(settings, name)
+        if number is not None and number < 0:
+            return invalid(name, f"is {number}; must be 0 or more")
     return None
 
 

@@ -22,14 +22,15 @@ from rolloutd.scheduler.computing import Computing
 from rolloutd.scheduler.config import SchedulerConfig
 from rolloutd.scheduler.considered import NOTHING, Considered
 from rolloutd.scheduler.engine import Engine
-from rolloutd.scheduler.index import Namespace, PrefixIndex
+from rolloutd.scheduler.index import PrefixIndex
 from rolloutd.scheduler.outbox import Consumer
+from rolloutd.scheduler.publication import EngineUpdate
 from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.rollout import Attempt, Rollout
 from rolloutd.scheduler.room import Room
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.spec import RunSettings
-from rolloutd.scheduler.states import SHORT_TASKS, Code, Gate, RolloutClass, RolloutState
+from rolloutd.scheduler.states import SHORT_TASKS, Code, Gate, RolloutClass, RolloutState, Verb
 from rolloutd.scheduler.timers import Timers
 from rolloutd.scheduler.views import Decision, DecisionKind
 
@@ -64,6 +65,12 @@ class World:
         self._pools: dict[tuple[str, str, tuple[tuple[str, str], ...]], list[Engine]] = {}  # as of `_pools_mark`
         self._pools_mark = -1
         self.closing: dict[tuple[str, str], tuple[Run, Consumer]] = {}  # half-closed streams that still owe results
+        self.clearing: dict[str, EngineUpdate] = {}  # updates that wait for work to leave their engine
+        self.ended_updates: list[EngineUpdate] = []  # since the event that is being handled began
+        self.releasing: dict[str, Engine] = {}  # about to give their memory to the trainer
+        self.returned: list[Engine] = []  # that have it back, since the event that is being handled began
+        self.controls: dict[int, Verb] = {}  # control calls that are out
+        self.control_ids = 0
         self.leaving: dict[str, Engine] = {}  # removed and not forgotten yet: attempts still run there
         self.dirty = False  # something changed that scheduling could use
         self.shutting_down = False
@@ -105,10 +112,9 @@ class World:
         """32 hex digits: fixed length, because engines match abort ids by prefix (property P6)."""
         return f"{self.rng.getrandbits(128):032x}"
 
-    def namespace(self, run: Run, engine_model: str = "") -> Namespace:
-        if run.namespace is None:
-            run.namespace = Namespace(run.run_id, engine_model, "", 0, "")
-        return run.namespace
+    def next_control(self) -> int:
+        self.control_ids += 1
+        return self.control_ids
 
     # actions -----------------------------------------------------------------------------------------------------------
 
@@ -166,7 +172,7 @@ class World:
         return (
             facts.pool == pool
             and not engine.removed
-            and (not facts.run_id or facts.run_id == run.run_id)
+            and (not engine.owner or engine.owner == run.run_id)
             and all(facts.labels.get(name) == value for name, value in labels.items())
         )
 
@@ -204,9 +210,7 @@ class World:
         return sum(
             engine.facts.slots
             for engine in self.engines.values()
-            if not engine.lost
-            and not engine.draining
-            and (not engine.facts.run_id or engine.facts.run_id == run.run_id)
+            if not engine.lost and not engine.draining and (not engine.owner or engine.owner == run.run_id)
         )
 
     # runs --------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,85 @@
+"""Samples that are not on their way any more, and who is let in for them: see `staleness`.
+
+What this module does not know: when a group may be let in; `staleness.Window` says.
+"""
+
+from __future__ import annotations
+
+from rolloutd.scheduler import queueing
+from rolloutd.scheduler.entry import Entry
+from rolloutd.scheduler.rollout import Rollout
+from rolloutd.scheduler.run import Run
+from rolloutd.scheduler.spec import RunSettings
+from rolloutd.scheduler.staleness import Window, bound, key_of
+from rolloutd.scheduler.world import World
+
+
+def configure(world: World, run: Run, settings: RunSettings) -> list[Entry]:
+    """Put a run's bound in force; returns entries that have to be ordered again."""
+    window = run.window
+    waiting = list(window.waiting) if window is not None else []
+    if settings.max_staleness is None or not settings.batch_samples:
+        run.window = None
+    else:
+        capacity = (settings.max_staleness + 1) * settings.batch_samples
+        if window is None:
+            run.window = Window(capacity)
+        else:
+            window.capacity = capacity
+            window.waiting.clear()
+    return waiting
+
+
+def ended(world: World, rollout: Rollout) -> None:
+    """A rollout ended: one without a result to train on is not on its way any more."""
+    result = rollout.result
+    if result is not None and not result.complete:
+        consumed(world, rollout)
+
+
+def consumed(world: World, rollout: Rollout) -> None:
+    """The trainer has it, or nobody ever will."""
+    run = rollout.run
+    window = run.window
+    if window is not None and bound(rollout) and rollout.in_window:
+        rollout.in_window = False
+        if window.consume(key_of(rollout)[0]):
+            let_in(world, run)
+
+
+def group_over(world: World, run: Run, group_id: str) -> None:
+    if run.window is not None and run.window.drop(group_id):
+        let_in(world, run)
+
+
+def restarted(world: World, run: Run) -> None:
+    """A trainer started again: it will not take the samples that were made for the one before, unless they still run."""
+    window = run.window
+    if window is None:
+        return
+    window.left.clear()
+    window.open_to.clear()
+    window.outstanding = 0
+    for rollout in run.rollouts.values():
+        if rollout.in_window and rollout.result is None:
+            key, _ = key_of(rollout)
+            window.left[key] = window.left.get(key, 0) + 1
+            window.open_to[key] = window.left[key]
+            window.outstanding += 1
+        else:
+            rollout.in_window = False
+    let_in(world, run)
+
+
+def let_in(world: World, run: Run) -> None:
+    """Room came free: those that wait go on, first those that go first."""
+    window = run.window
+    while window is not None:
+        entry = window.next()
+        if entry is None or not entry.members:
+            return
+        key, samples = key_of(entry.members[0])
+        if not window.admit(key, samples):
+            return
+        del window.waiting[entry]
+        queueing.wake(world, entry)

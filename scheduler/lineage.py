@@ -1,0 +1,73 @@
+"""The policy versions of one run in one pool: the newest one, what is being published, who waits for another one.
+
+Invariants
+- `version` never goes down; 0 is "as registered".
+- At most one publication is `active`; later ones wait in `queue`, in the order of their versions.
+- `lookups` names the prefix namespaces that may be matched, each with the engines that may be credited from it: a hit never
+  crosses versions, unless the engine's cache was kept over a publication and the run opted in to that.
+
+What this module does not know: how an engine gets its weights.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from rolloutd.scheduler.index_base import Namespace
+
+if TYPE_CHECKING:
+    from rolloutd.scheduler.engine import Engine
+    from rolloutd.scheduler.entry import Entry
+    from rolloutd.scheduler.publication import Publication
+    from rolloutd.scheduler.spec import PolicyUpdate
+
+MAX_QUEUED_PUBLICATIONS = 16
+
+
+class Lineage:
+    __slots__ = ("active", "held", "last", "lookups", "mark", "pool", "queue", "run_id", "version")
+
+    def __init__(self, run_id: str, pool: str) -> None:
+        self.run_id = run_id
+        self.pool = pool
+        self.version = 0
+        self.active: Publication | None = None
+        self.queue: deque[PolicyUpdate] = deque()
+        self.last: PolicyUpdate | None = None  # the newest: what an engine that comes later needs
+        self.held: dict[Entry, None] = {}  # entries that no engine may run with the version it holds
+        self.mark = 0  # grows when an engine holds another version, or a version expires
+        # (namespace, engines that count by cache key; None: all of them)
+        self.lookups: list[tuple[Namespace, frozenset[str] | None]] = [(self.namespace(0), None)]
+
+    @property
+    def owner(self) -> tuple[str, str]:
+        """Whose versions count, in the prefix index."""
+        return self.run_id, self.pool
+
+    @property
+    def newest_asked(self) -> int:
+        """The newest version that was accepted, published or still waiting for its turn."""
+        return self.queue[-1].version if self.queue else self.version
+
+    def namespace(self, version: int) -> Namespace:
+        """Where prefixes stand that weights of this version computed."""
+        return Namespace(self.owner, "", "", version, "")
+
+    def note_engines(self, engines: list[Engine], ttl_versions: int) -> None:
+        """Work out again what may be matched; call when an engine's version changed."""
+        self.mark += 1
+        creditable: dict[int, set[str]] = {}
+        for engine in engines:
+            oldest = max(engine.cache_since, engine.version - ttl_versions)
+            for version in range(oldest, engine.version + 1):
+                creditable.setdefault(version, set()).add(engine.cache_key)
+        if len(creditable) == 1:
+            self.lookups = [(self.namespace(version), None) for version in creditable]
+        else:
+            self.lookups = [
+                (self.namespace(version), frozenset(creditable[version]))
+                for version in sorted(creditable, reverse=True)
+            ]
+        if not self.lookups:
+            self.lookups = [(self.namespace(self.version), None)]

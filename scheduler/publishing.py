@@ -1,0 +1,316 @@
+"""Publications of policy versions: accepted, one after the other, over the engines of one pool, and what is left of them.
+
+Invariants
+- Versions of a lineage only grow; publishing the newest again is a retry that touches only engines which do not hold it.
+- An engine serves one run's lineage at a time: it belongs to its configured run, else to the first that published to it.
+- An engine that comes, comes back or is fenced holds nothing before it acknowledged the lineage's version; from disk it gets it
+  by itself.
+- Engines of other pools and other runs are not touched.
+
+What this module does not know: what is done with one engine (`updating`).
+"""
+
+from __future__ import annotations
+
+from rolloutd.scheduler import colocation, queueing, updating, version_change
+from rolloutd.scheduler.actions import NoticeKind, PublishEnded
+from rolloutd.scheduler.engine import Engine
+from rolloutd.scheduler.events import ControlEnded, ControlFailed, WeightsPushed
+from rolloutd.scheduler.lineage import MAX_QUEUED_PUBLICATIONS, Lineage
+from rolloutd.scheduler.publication import EngineUpdate, Publication
+from rolloutd.scheduler.refusal import Refusal, invalid
+from rolloutd.scheduler.run import Run
+from rolloutd.scheduler.spec import PolicyUpdate
+from rolloutd.scheduler.states import CacheHandling, Code, UpdateMode, UpdateState
+from rolloutd.scheduler.world import World
+
+SOUND_CACHES = {
+    UpdateMode.DRAIN: (CacheHandling.FLUSH, CacheHandling.NAMESPACE, CacheHandling.KEEP),
+    UpdateMode.ABORT_AND_RESUME: (CacheHandling.FLUSH, CacheHandling.NAMESPACE, CacheHandling.KEEP),
+    # What is computed again would match prefixes of the old weights under its old namespace.
+    UpdateMode.RETRACT: (CacheHandling.FLUSH,),
+    # A cache can not be flushed under work that stands on it.
+    UpdateMode.IN_PLACE: (CacheHandling.NAMESPACE, CacheHandling.KEEP),
+}
+
+
+def publish(world: World, run: Run, update: PolicyUpdate) -> Refusal | None:
+    """Accept a publication; what becomes of it is told by PublishProgress and one PublishEnded."""
+    lineage = run.lineage(update.pool)
+    refusal = _check(world, run, lineage, update)
+    if refusal is not None:
+        return refusal
+    active = lineage.active
+    if active is not None and active.update.version == update.version:
+        return None  # it is on its way: the caller watches it
+    if any(one.version == update.version for one in lineage.queue):
+        return None
+    if active is None:
+        _begin(world, run, lineage, update)
+    else:
+        lineage.queue.append(update)
+    return None
+
+
+def confirm(world: World, run: Run, event: WeightsPushed) -> Refusal | None:
+    """The trainer pushed its weights to engines, or failed to."""
+    lineage = run.lineages.get(event.pool)
+    publication = lineage.active if lineage is not None else None
+    if publication is None or publication.update.version != event.version or publication.update.path:
+        message = f"version {event.version} is not being pushed to pool {event.pool!r} of run {run.run_id!r}"
+        return Refusal(Code.FAILED_PRECONDITION, "NOT_PUSHING", message)
+    wanted = [one for one in publication.updates.values() if event.engine_id in ("", one.engine.engine_id)]
+    if not wanted:
+        return Refusal(
+            Code.NOT_FOUND,
+            "ENGINE_NOT_FOUND",
+            f"engine_id: {event.engine_id!r} takes no part in the publication of version {event.version}",
+        )
+    for one in wanted:
+        updating.pushed(world, one, event.error)
+    return None
+
+
+def answered(world: World, event: ControlEnded | ControlFailed) -> None:
+    """A control call came back; one that nobody waits for any more is ignored."""
+    engine = world.engines.get(event.engine_id)
+    if engine is None or engine.control_id != event.control_id or not event.control_id:
+        return
+    if engine.memory is not None:
+        colocation.answered(world, engine, event)
+    elif isinstance(event, ControlEnded):
+        updating.answered(world, engine, event)
+    else:
+        updating.refused(world, engine, event)
+
+
+def settle(world: World) -> None:
+    """After an event: updates that could go on or are over, and with them their publications."""
+    for update in list(world.clearing.values()):
+        updating.clear(world, update)
+    colocation.go_on(world)
+    while world.ended_updates or world.returned:
+        ended, world.ended_updates = world.ended_updates, []
+        returned, world.returned = world.returned, []
+        for publication in dict.fromkeys(update.publication for update in ended):
+            _go_on(world, publication)
+        for engine in returned:
+            _memory_is_back(world, engine)
+
+
+def joined(world: World, engine: Engine) -> None:
+    """An engine came, or came back: before it serves a lineage with a published version it has to hold it."""
+    label = engine.facts.engine_version
+    if engine.update is None and label != engine.label:
+        fence(world, engine, f"it reports weights {label!r} after it had acknowledged {engine.label!r}")
+    lineage = lineage_of(world, engine)
+    for run in world.runs.values():
+        mine = run.lineages.get(engine.facts.pool)
+        for entry in list(mine.held) if mine is not None else ():
+            queueing.wake(world, entry)
+    if lineage is None or engine.version == lineage.version:
+        return
+    engine.quarantine = engine.quarantine or f"it has not acknowledged version {lineage.version} yet"
+    engine.note_held()
+    _catch_up(world, lineage, engine)
+
+
+def fence(world: World, engine: Engine, problem: str) -> None:
+    """What the engine says of its weights does not fit what it acknowledged: rely on nothing before it acknowledges again."""
+    if engine.quarantine:
+        return
+    engine.quarantine = problem
+    engine.note_held()
+    world.record("warning", "engine_fenced", engine=engine.engine_id, problem=problem)
+    lineage = lineage_of(world, engine)
+    if lineage is not None:
+        run = world.runs[lineage.run_id]
+        version_change.note(world, run, lineage)
+        _catch_up(world, lineage, engine)
+    world.dirty = True
+
+
+def left(world: World, engine: Engine, message: str) -> None:
+    """An engine is gone for good, or its process is."""
+    updating.abandon(world, engine, message)
+    world.releasing.pop(engine.engine_id, None)
+    world.controls.pop(engine.control_id, None)
+    engine.control_id = 0
+    engine.memory = None
+
+
+def lineage_of(world: World, engine: Engine) -> Lineage | None:
+    """The lineage whose versions an engine holds or is to hold; None where nothing was published for it."""
+    pool = engine.facts.pool
+    owner = engine.owner
+    if not owner:
+        owners = {one.owner for one in world.engines.values() if one.facts.pool == pool and one.owner}
+        if len(owners) != 1:
+            return None
+        owner = owners.pop()
+    run = world.runs.get(owner)
+    lineage = run.lineages.get(pool) if run is not None else None
+    if lineage is None or not lineage.version:
+        return None
+    if engine.owner != owner:
+        engine.owner = owner
+        world.fleet_mark += 1
+    return lineage
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _check(world: World, run: Run, lineage: Lineage, update: PolicyUpdate) -> Refusal | None:
+    if update.version < 1:
+        return invalid("version", f"is {update.version}; published versions start at 1, 0 is what engines came with")
+    if update.engines_at_once < 0:
+        return invalid("engines_at_once", f"is {update.engines_at_once}; must be 0 (all) or more")
+    sound = SOUND_CACHES[update.mode]
+    if update.cache not in sound:
+        names = " or ".join(one.name for one in sound)
+        return invalid("cache", f"is {update.cache.name}, which mode {update.mode.name} can not do safely; use {names}")
+    if update.version < lineage.newest_asked:
+        return Refusal(
+            Code.FAILED_PRECONDITION,
+            "VERSION_BACKWARDS",
+            f"version: {update.version} is below {lineage.newest_asked}, the newest of run {run.run_id!r} in pool "
+            f"{update.pool!r}; versions only grow",
+            (("version", "goes backwards"),),
+        )
+    if len(lineage.queue) >= MAX_QUEUED_PUBLICATIONS:
+        return Refusal(
+            Code.RESOURCE_EXHAUSTED,
+            "TOO_MANY_PUBLICATIONS",
+            f"{len(lineage.queue)} versions of run {run.run_id!r} wait to be published already",
+            retry_after_seconds=1.0,
+        )
+    in_pool = [one for one in world.engines.values() if one.facts.pool == update.pool and not one.removed]
+    if in_pool and not any(_may_take(world, run, one) for one in in_pool):
+        owners = sorted({one.owner for one in in_pool})
+        return Refusal(
+            Code.FAILED_PRECONDITION,
+            "ENGINES_OWNED",
+            f"every engine of pool {update.pool!r} holds the weights of another run ({', '.join(owners)})",
+        )
+    return None
+
+
+def _may_take(world: World, run: Run, engine: Engine) -> bool:
+    """Whether this run may give an engine its weights: its own, nobody's, or one whose run has ended."""
+    if engine.facts.run_id:
+        return engine.facts.run_id == run.run_id
+    owner = world.runs.get(engine.owner)
+    return owner is None or owner is run or owner.ended
+
+
+def _begin(world: World, run: Run, lineage: Lineage, update: PolicyUpdate) -> None:
+    """Its turn: the version is the newest from now on, and engines that do not hold it get it."""
+    publication = Publication(run, lineage, update, world.now)
+    lineage.active = publication
+    lineage.version = update.version
+    lineage.last = update
+    for engine in sorted(world.engines.values(), key=lambda one: one.engine_id):
+        if engine.facts.pool != update.pool or engine.removed or not _may_take(world, run, engine):
+            continue
+        if engine.owner != run.run_id:
+            engine.owner = run.run_id
+            world.fleet_mark += 1
+        if engine.version != update.version or engine.quarantine:
+            _take_part(publication, engine)
+    world.record(
+        "info",
+        "publishing",
+        run=run.run_id,
+        pool=lineage.pool,
+        version=update.version,
+        mode=update.mode.name.lower(),
+        engines=len(publication.updates),
+    )
+    _go_on(world, publication)
+    version_change.note(world, run, lineage)
+
+
+def _take_part(publication: Publication, engine: Engine) -> None:
+    update = EngineUpdate(publication, engine)
+    publication.updates[engine.engine_id] = update
+    engine.update = update
+
+
+def _memory_is_back(world: World, engine: Engine) -> None:
+    """An update that waited for it may start; one that lost its weights gets them again."""
+    lineage = lineage_of(world, engine)
+    if lineage is None:
+        return
+    if engine.update is not None:
+        _go_on(world, engine.update.publication)
+    elif engine.quarantine:
+        _catch_up(world, lineage, engine)
+
+
+def _catch_up(world: World, lineage: Lineage, engine: Engine) -> None:
+    """Give one engine the newest version, where the engines can read it by themselves."""
+    run = world.runs[lineage.run_id]
+    publication = lineage.active
+    if engine.update is not None:
+        return
+    if publication is None:
+        last = lineage.last
+        if last is None or not last.path:
+            engine.quarantine = (
+                f"{engine.quarantine}; version {lineage.version} was pushed by the trainer: publish it again"
+            )
+            engine.note_held()
+            return
+        publication = lineage.active = Publication(run, lineage, last, world.now)
+    elif engine.engine_id in publication.updates and publication.updates[engine.engine_id].engine is engine:
+        return  # it failed in this one: no second try before the next
+    _take_part(publication, engine)
+    _go_on(world, publication)
+
+
+def _go_on(world: World, publication: Publication) -> None:
+    """Start those whose turn has come; the end, when all are over."""
+    lineage = publication.lineage
+    if lineage.active is not publication:
+        return
+    at_once = publication.update.engines_at_once
+    updates = list(publication.updates.values())
+    busy = sum(not one.over and not one.waiting for one in updates)
+    for one in updates:
+        if one.waiting and (not at_once or busy < at_once) and one.engine.memory is None:
+            busy += 1
+            updating.start(world, one)
+    if not all(one.over for one in updates):
+        return
+    updated = tuple(one.engine.engine_id for one in updates if one.state is UpdateState.UPDATED)
+    failed = tuple(one.engine.engine_id for one in updates if one.state is UpdateState.FAILED)
+    run = publication.run
+    version = publication.update.version
+    lineage.active = None
+    world.emit(PublishEnded(run.run_id, lineage.pool, version, updated, failed))
+    world.record(
+        "warning" if failed else "info",
+        "published",
+        run=run.run_id,
+        pool=lineage.pool,
+        version=version,
+        updated=len(updated),
+        failed=list(failed),
+        seconds=world.now - publication.accepted_at,
+    )
+    trouble = f"; failed on {', '.join(failed)}" if failed else ""
+    world.notify(
+        run,
+        NoticeKind.VERSION_PUBLISHED,
+        f"version {version} of pool {lineage.pool!r} is on {len(updated)} engines{trouble}",
+        world.now - publication.accepted_at,
+    )
+    if lineage.queue:
+        _begin(world, run, lineage, lineage.queue.popleft())
+        return
+    colocation.follow(world, run)
+    for engine in list(world.engines.values()):  # came back while this one was under way
+        late = engine.owner == run.run_id and engine.facts.pool == lineage.pool and engine.version != lineage.version
+        if late and engine.engine_id not in publication.updates and not engine.removed:
+            _catch_up(world, lineage, engine)
