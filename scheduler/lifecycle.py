@@ -145,7 +145,15 @@ def abort(world: World, rollout: Rollout, reason: AbortReason, why: str) -> None
             attempt.abort_reason = reason
         return
     expect_abort(world, attempt, reason, why)
-    world.emit(Abort(attempt.attempt_id, attempt.engine.engine_id, reason))
+    send_abort(world, attempt)
+
+
+def send_abort(world: World, attempt: Attempt) -> None:
+    """Ask the engine to stop it, once."""
+    reason = attempt.abort_reason
+    if reason is not None and not attempt.abort_sent:
+        attempt.abort_sent = True
+        world.emit(Abort(attempt.attempt_id, attempt.engine.engine_id, reason))
 
 
 def cancel(world: World, rollout: Rollout, outcome: Outcome = Outcome.CANCELLED) -> int:

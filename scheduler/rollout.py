@@ -53,6 +53,7 @@ class Attempt:
 
     __slots__ = (
         "abort_reason",
+        "abort_sent",
         "aborted_at",
         "attempt_id",
         "batch_id",
@@ -102,6 +103,7 @@ class Attempt:
         self.charged_tokens = 0.0  # against its run's share of the pool
         self.abort_reason: AbortReason | None = None
         self.aborted_at = 0.0
+        self.abort_sent = False  # else its engine stops it without being asked for this one
         self.stems: tuple[tuple[str, int, int], ...] = ()  # prefixes this attempt is computing, see computing.py
         self.token_bytes = token_bytes  # what was sent: prompt and kept partial
         self.version = engine.version  # that the engine held when it was dispatched

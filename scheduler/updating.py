@@ -16,7 +16,7 @@ What this module does not know: which engines take part and in which order (`pub
 from __future__ import annotations
 
 from rolloutd.scheduler import lifecycle, version_change, versions
-from rolloutd.scheduler.actions import Abort, Control, PublishProgress
+from rolloutd.scheduler.actions import Control, PublishProgress
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.events import ControlEnded, ControlFailed
 from rolloutd.scheduler.publication import EngineUpdate
@@ -192,7 +192,7 @@ def _clear_rest(world: World, update: EngineUpdate) -> None:
     """What had not reached the engine when it was paused waits at its gate, where the pause does not stop it."""
     engine = update.engine
     for attempt in engine.attempts.values():
-        world.emit(Abort(attempt.attempt_id, engine.engine_id, AbortReason.PUBLISH))
+        lifecycle.send_abort(world, attempt)
     world.clearing[engine.engine_id] = update
 
 

@@ -19,6 +19,7 @@ from rolloutd.scheduler.actions import (
     Abort,
     Accepted,
     Action,
+    Control,
     Deliver,
     Dispatch,
     EndStream,
@@ -39,8 +40,11 @@ from rolloutd.scheduler.events import (
     AttemptProgress,
     CancelRollouts,
     ConfigureRun,
+    ControlEnded,
+    ControlFailed,
     Event,
     JoinEngine,
+    PublishPolicy,
     ReportStep,
     SetBudget,
     SubmitRollouts,
@@ -55,6 +59,7 @@ from rolloutd.scheduler.spec import (
     Acknowledgement,
     Budget,
     EngineFacts,
+    PolicyUpdate,
     RolloutSpec,
     RunSettings,
     StepReport,
@@ -68,6 +73,7 @@ from rolloutd.scheduler.states import (
     RolloutState,
     TaskType,
     TrainerState,
+    Verb,
 )
 from rolloutd.scheduler.views import RolloutView, RunView
 
@@ -78,7 +84,15 @@ MAX_PASSES = 1000  # ticks in a row without time passing before the bench calls 
 
 CRITICAL, REUSABLE, BACKGROUND = RolloutClass.CRITICAL, RolloutClass.REUSABLE, RolloutClass.BACKGROUND
 
-INTERRUPTIONS = frozenset({AbortReason.PREEMPT, AbortReason.BUDGET, AbortReason.NO_PROGRESS})
+INTERRUPTIONS = frozenset(
+    {
+        AbortReason.PREEMPT,
+        AbortReason.BUDGET,
+        AbortReason.NO_PROGRESS,
+        AbortReason.PUBLISH,
+        AbortReason.MEMORY,
+    }
+)
 
 Kind = TypeVar("Kind")
 
@@ -139,6 +153,8 @@ class Bench:
         self.live: dict[str, Dispatch] = {}  # rollout id -> its attempt that has not ended
         self.aborted: set[str] = set()  # attempt ids
         self.refusals: list[Refusal] = []
+        self.controls: dict[str, Control] = {}  # engine id -> the call that is out there
+        self.labels: dict[str, str] = {}  # engine id -> weights that it holds, in its own words
         self._attempt_ids: set[str] = set()
         self._prompt_tokens: dict[str, int] = {}  # rollout id -> tokens of its prompt as submitted
         self._ended: dict[str, RolloutResult] = {}
@@ -216,17 +232,32 @@ class Bench:
         one = self.live[rollout_id]
         self.do(AttemptProgress(one.attempt_id, tokens, len(one.token_bytes) // TOKEN_BYTES, cached))
 
-    def piece(self, rollout_id: str, tokens: int, reason: str, attempt: Dispatch | None = None) -> Piece:
+    def piece(
+        self,
+        rollout_id: str,
+        tokens: int,
+        reason: str,
+        attempt: Dispatch | None = None,
+        spans: tuple[tuple[str, int, int], ...] | None = None,
+    ) -> Piece:
         """What the engine hands back after `tokens` tokens of this attempt."""
         one = attempt if attempt is not None else self.live[rollout_id]
         sent = len(one.token_bytes) // TOKEN_BYTES
         submitted = self._prompt_tokens.get(rollout_id, self._prompt_tokens.get(rollout_id.rsplit("/", 1)[0], sent))
         start = FIRST_TOKEN + sent - submitted
-        return Piece(ids(range(start, start + tokens)), reason, prompt_tokens=sent)
+        if spans is None:
+            spans = ((self.labels.get(one.engine_id, "default"), 0, tokens),)
+        return Piece(ids(range(start, start + tokens)), reason, prompt_tokens=sent, version_spans=spans)
 
-    def finish(self, rollout_id: str, tokens: int = 16, reason: str = "stop") -> None:
+    def finish(
+        self,
+        rollout_id: str,
+        tokens: int = 16,
+        reason: str = "stop",
+        spans: tuple[tuple[str, int, int], ...] | None = None,
+    ) -> None:
         one = self.live[rollout_id]
-        self.do(AttemptEnded(one.attempt_id, self.piece(rollout_id, tokens, reason)))
+        self.do(AttemptEnded(one.attempt_id, self.piece(rollout_id, tokens, reason, spans=spans)))
 
     def stopped(self, rollout_id: str, tokens: int = 0) -> None:
         """The engine did what an abort asked for, after `tokens` tokens that count.
@@ -250,6 +281,53 @@ class Bench:
         one = self.live[rollout_id]
         partial = self.piece(rollout_id, tokens, "abort") if tokens else None
         self.do(AttemptFailed(one.attempt_id, fault, message, partial))
+
+    # control calls
+
+    def answer(self, engine_id: str = "e0", **fields: Any) -> None:
+        """The control call that is out there succeeds."""
+        one = self.controls.pop(engine_id)
+        if one.verb is Verb.VERIFY:
+            fields.setdefault("label", self.labels.get(engine_id, "default"))
+        if one.verb in (Verb.LOAD, Verb.NAME):
+            self.labels[engine_id] = one.label
+        self.do(ControlEnded(engine_id, one.control_id, **fields))
+
+    def call_fails(self, engine_id: str = "e0", fault: FaultKind = FaultKind.BROKEN, message: str = "it broke") -> None:
+        one = self.controls.pop(engine_id)
+        self.do(ControlFailed(engine_id, one.control_id, fault, message))
+
+    def out(self, engine_id: str = "e0") -> Verb | None:
+        """The control call that waits for its answer."""
+        one = self.controls.get(engine_id)
+        return None if one is None else one.verb
+
+    def answer_through(self, verb: Verb, engine_id: str = "e0") -> None:
+        """Calls succeed up to and including this one."""
+        for _ in range(20):
+            last = self.out(engine_id)
+            assert last is not None, f"{engine_id} has no call out before {verb.name}"
+            self.answer(engine_id)
+            if last is verb:
+                return
+        raise AssertionError(f"{verb.name} never came")
+
+    def finish_updates(self) -> None:
+        """Every call succeeds until none is out."""
+        for _ in range(1000):
+            if not self.controls:
+                return
+            self.answer(next(iter(self.controls)))
+        raise AssertionError("control calls without end")
+
+    def publish(self, version: int, run: str = RUN, **fields: Any) -> list[Action]:
+        fields.setdefault("path", f"/weights/{version}")
+        return self.do(PublishPolicy(run, PolicyUpdate(version, **fields)))
+
+    def published(self, version: int, **fields: Any) -> None:
+        """Publish, and have it on every engine."""
+        self.publish(version, **fields)
+        self.finish_updates()
 
     # what trainers say
 
@@ -379,6 +457,9 @@ class Bench:
                 assert action.attempt_id in live, "an abort names an attempt that is not live"
                 assert action.attempt_id not in self.aborted, "an attempt was asked to stop twice"
                 self.aborted.add(action.attempt_id)
+            case Control():
+                assert action.engine_id not in self.controls, f"two calls at once to {action.engine_id}"
+                self.controls[action.engine_id] = action
             case Refuse():
                 self.refusals.append(action.error)
             case Deliver(event=Finished(result=result)):
