@@ -5,6 +5,7 @@ Raises AssertionError naming what is off. Costs a walk over everything; for test
 
 from __future__ import annotations
 
+from rolloutd.scheduler import audit_versions
 from rolloutd.scheduler.actions import Finished
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.ledger import NO_QUOTA
@@ -15,6 +16,7 @@ from rolloutd.scheduler.world import World
 
 def check(world: World) -> None:
     world.index.check()
+    audit_versions.check(world)
     for engine in world.engines.values():
         _check_engine(engine)
     _check_rooms(world)

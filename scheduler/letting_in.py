@@ -57,16 +57,17 @@ def restarted(world: World, run: Run) -> None:
     window = run.window
     if window is None:
         return
+    let_in_before = set(window.left)
     window.left.clear()
     window.open_to.clear()
     window.outstanding = 0
     for rollout in run.rollouts.values():
-        if rollout.in_window and rollout.result is None:
-            key, _ = key_of(rollout)
+        key, _ = key_of(rollout)
+        if rollout.result is None and key in let_in_before and rollout.in_window:
             window.left[key] = window.left.get(key, 0) + 1
             window.open_to[key] = window.left[key]
             window.outstanding += 1
-        else:
+        elif rollout.result is not None:
             rollout.in_window = False
     let_in(world, run)
 

@@ -88,7 +88,6 @@ def settle(world: World) -> None:
     """After an event: updates that could go on or are over, and with them their publications."""
     for update in list(world.clearing.values()):
         updating.clear(world, update)
-    colocation.go_on(world)
     while world.ended_updates or world.returned:
         ended, world.ended_updates = world.ended_updates, []
         returned, world.returned = world.returned, []
@@ -96,6 +95,7 @@ def settle(world: World) -> None:
             _go_on(world, publication)
         for engine in returned:
             _memory_is_back(world, engine)
+    colocation.go_on(world)
 
 
 def joined(world: World, engine: Engine) -> None:

@@ -161,6 +161,8 @@ def must_restart(world: World, rollout: Rollout) -> bool:
         return True
     if oldest == lineage.version or (wanted.max_partial_span is None and wanted.exact_version is None):
         return False
+    if may_continue_on(rollout, lineage.version):
+        return False
     engines = world.pool_engines(rollout.run, rollout.spec.pool, rollout.spec.engine_labels)
     staying = [one for one in engines if not one.quarantine and (one.update is None or one.update.waiting)]
     return not any(may_continue_on(rollout, one.version) for one in staying)
