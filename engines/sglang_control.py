@@ -1,8 +1,8 @@
 """The control side of the SGLang door: pausing, flushing, new weights, the engine's memory (SGLang 0.5.23).
 
 Invariants
-- Nothing is sent that is known to stop the server or to block it for good: a pause by abort after one in place, releasing
-  memory while it works, resuming what was not released, working on released memory.
+- Nothing is sent that is known to stop the server or to block it for good: a pause by abort after one in place, a second
+  load while one runs, releasing memory while it works, resuming what was not released, working on released memory.
 - An order whose answer did not come may have been taken, so it counts as taken: the door then takes the engine for
   paused, or its memory for released. A new incarnation of the engine starts with a clean sheet.
 - Every wait has an end. A weight load that was given up on may still happen in the engine.
@@ -29,6 +29,7 @@ from rolloutd.engines.sglang_info import ModelInfo
 # pause by retract never has, and a second flush meanwhile is refused.
 _FLUSH_RETRY_SECONDS = 0.05
 _NOT_TAKEN = (FaultKind.UNREACHED, FaultKind.REFUSED, FaultKind.BUSY)
+_LOAD_ROUTE = "/update_weights_from_disk"
 # How SGLang begins its word per data-parallel rank, joined by _RANKS_JOINED_BY.
 _LOADED = "Succeeded to update model weights"
 _LOADED_NOT_FLUSHED = "Weights were updated, but the cache was not flushed"
@@ -52,6 +53,7 @@ class SGLangControl:
         self._released: frozenset[str] = frozenset()
         self._releasing = False
         self._loading = False
+        self._load_in_doubt = False
         self._incarnation = ""
 
     def _attempts_running(self) -> int:
@@ -71,6 +73,7 @@ class SGLangControl:
         if self._incarnation and incarnation != self._incarnation:
             self._paused = None
             self._released = frozenset()
+            self._load_in_doubt = False
         self._incarnation = incarnation
 
     # ---- pause ----
@@ -123,19 +126,41 @@ class SGLangControl:
         self._check_words("load_weights", path=path, version=version)
         self._weights_in_place("load_weights")
         if self._loading:
-            raise self._refused("load_weights: another load runs; a second one makes SGLang forget to answer the first")
+            raise self._refused("load_weights: another load runs, and SGLang dies of two at once in a pause")
         order = {"model_path": path, "weight_version": version, "flush_cache": flush, "abort_all_requests": False}
-        route = "/update_weights_from_disk"
         self._loading = True
         try:
-            status, body = await self._calls.order(route, orjson.dumps(order), self.timeouts.weights_seconds)
+            if self._load_in_doubt:
+                await self._outlast_earlier_load()
+            status, body = await self._load(orjson.dumps(order))
         finally:
             self._loading = False
         if status == 200:
             return WeightsLoaded(flushed=flush)
         if status == 400 and _is_loaded_not_flushed(body):
             return WeightsLoaded(flushed=False)
-        raise self._calls.refusal(route, status, body)
+        raise self._calls.refusal(_LOAD_ROUTE, status, body)
+
+    async def _load(self, order: bytes) -> tuple[int, bytes]:
+        self._load_in_doubt = True
+        try:
+            answer = await self._calls.order(_LOAD_ROUTE, order, self.timeouts.weights_seconds)
+        except EngineFault as fault:
+            self._load_in_doubt = fault.kind not in _NOT_TAKEN
+            raise
+        self._load_in_doubt = False
+        return answer
+
+    async def _outlast_earlier_load(self) -> None:
+        """A load that was given up on may still run in the engine, which says nothing of its scheduler until its end."""
+        try:
+            await self._calls.get("/server_info", self.timeouts.control_seconds)
+        except EngineFault as fault:
+            if fault.kind is not FaultKind.SILENT:
+                raise
+            raise self._calls.fault(
+                FaultKind.BUSY, "load_weights: an earlier load that was given up on still runs; try again later"
+            ) from fault
 
     async def begin_update(self) -> None:
         """See `Engine.begin_update`."""
