@@ -129,7 +129,7 @@ async def test_health_hangs_in_a_pause() -> None:
 
 
 async def test_an_abort_pause_of_an_idle_engine_returns_at_once() -> None:
-    async with engine(scale=0.005) as sim:  # its second would be 200 of ours, more than a test may take
+    async with engine(scale=0.002) as sim:  # its second would be 500 of ours, more than a test may take
         await sim.post("/pause_generation")
         first = (await loads(sim))["timestamp"]
         assert (await loads(sim))["timestamp"] > first
