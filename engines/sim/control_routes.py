@@ -1,7 +1,8 @@
 """Routes that change the simulated engine: abort, flush, pause, weights, and the faults of `/sim/fault`.
 
 Invariants
-- Statuses and bodies are SGLang 0.5.23's. Weights are their version string: a tensor bucket's payload is not looked at.
+- Statuses and bodies are SGLang 0.5.23's. A tensor bucket's payload is not looked at.
+- A control call whose caller hangs up is carried out all the same.
 
 What this module does not know: how the driver carries a call out.
 """
@@ -10,15 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Any, Literal, TypeVar
 
 import msgspec
 from aiohttp import web
 
-from rolloutd.engines.sim.driver import Driver, UpdateResult
+from rolloutd.engines.sim.driver import Driver
 from rolloutd.engines.sim.faults import FAULT_KINDS, FaultBoard, FaultOrder
 from rolloutd.engines.sim.state_routes import json_response
+from rolloutd.engines.sim.weights import UpdateResult, Weights
 
 CRASH_STATUS = 1
 T = TypeVar("T")
@@ -56,14 +58,25 @@ class VersionBody(msgspec.Struct):
     abort_all_requests: bool = True
 
 
+class BeginBody(msgspec.Struct):
+    selector: Literal["target", "draft", "all"] = "all"
+
+
+class MemoryBody(msgspec.Struct):
+    tags: list[str] | None = None
+
+
 class ControlRoutes:
     """Handlers. `refuse` closes the listening socket for some wall seconds."""
 
-    def __init__(self, driver: Driver, faults: FaultBoard, refuse: Callable[[float], Awaitable[None]]) -> None:
+    def __init__(
+        self, driver: Driver, weights: Weights, faults: FaultBoard, refuse: Callable[[float], Coroutine[Any, Any, None]]
+    ) -> None:
         self._driver = driver
+        self._weights = weights
         self._faults = faults
         self._refuse = refuse
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._unslow: asyncio.TimerHandle | None = None
 
     def routes(self) -> list[web.RouteDef]:
@@ -78,6 +91,8 @@ class ControlRoutes:
             web.post("/update_weight_version", self.update_version),
             web.post("/begin_weight_update", self.begin_update),
             web.post("/end_weight_update", self.end_update),
+            web.route("*", "/release_memory_occupation", self.release_memory),
+            web.route("*", "/resume_memory_occupation", self.resume_memory),
             web.post("/sim/fault", self.set_fault),
             web.delete("/sim/fault", self.clear_fault),
         ]
@@ -97,63 +112,74 @@ class ControlRoutes:
             timeout = float(request.query.get("timeout", "0"))
         except ValueError:
             return json_response({"error": {"message": "timeout: must be a number of seconds"}}, 400)
-        if await self._driver.flush(timeout):
+        refusal = await self._carry_out(self._weights.flush(timeout))
+        if refusal is None:
             return web.Response(text="Cache flushed.\n")
-        return web.Response(text="Flush cache failed.\n", status=400)
+        return web.Response(text=refusal, status=400)
 
     async def pause(self, request: web.Request) -> web.Response:
         """Modes abort, retract, in_place."""
         body = await _body(request, PauseBody)
-        await self._driver.pause(body.mode)
+        await self._carry_out(self._driver.pause(body.mode))
         return json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def resume(self, request: web.Request) -> web.Response:
         """Take back a pause."""
         await _body(request, EmptyBody)
-        await self._driver.resume()
+        await self._carry_out(self._driver.resume())
         return json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def update_from_disk(self, request: web.Request) -> web.Response:
         """Any path is accepted; it renames the model, as in SGLang."""
         body = await _body(request, DiskBody)
-        if not body.model_path:
-            return json_response({"success": False, "message": "model_path: empty", "num_paused_requests": 0}, 400)
-        result = await self._driver.update_weights(
-            body.weight_version, body.flush_cache, body.abort_all_requests, body.model_path
+        load = self._weights.load_from_disk(
+            body.model_path, body.weight_version, flush=body.flush_cache, abort_all=body.abort_all_requests
         )
-        return _update_response(result, {"num_paused_requests": 0})
+        return _update_response(await self._carry_out(load), {"num_paused_requests": 0})
 
     async def update_from_tensor(self, request: web.Request) -> web.Response:
         """One bucket; only between begin and end."""
         body = await _body(request, TensorBody)
-        if not self._driver.update_session:
-            message = "update_weights_from_tensor must run between begin_weight_update() and end_weight_update()"
-            return json_response({"success": False, "message": message}, 400)
-        result = await self._driver.update_weights(body.weight_version, body.flush_cache, body.abort_all_requests, None)
-        return _update_response(result, {})
+        load = self._weights.load_bucket(body.weight_version, flush=body.flush_cache, abort_all=body.abort_all_requests)
+        return _update_response(await self._carry_out(load), {})
 
     async def update_version(self, request: web.Request) -> web.Response:
         """Rename the weights; aborts everything unless told not to."""
         body = await _body(request, VersionBody)
-        self._driver.set_version(body.new_version, body.abort_all_requests)
+        await self._carry_out(self._weights.set_version(body.new_version, body.abort_all_requests))
         message = f"Weight version updated to {body.new_version}"
         return json_response({"success": True, "message": message, "new_version": body.new_version})
 
     async def begin_update(self, request: web.Request) -> web.Response:
         """Open a weight-update session."""
-        if self._driver.update_session:
-            message = "a weight-update session is already open; call end_weight_update() first"
-            return json_response({"success": False, "message": message}, 400)
-        self._driver.update_session = True
-        return json_response({"success": True, "message": "Success"})
+        await _body(request, BeginBody)
+        return _update_response(await self._carry_out(self._weights.begin_session()), {})
 
     async def end_update(self, request: web.Request) -> web.Response:
         """Close it."""
-        if not self._driver.update_session:
-            message = "no weight-update session is open; call begin_weight_update() first"
-            return json_response({"success": False, "message": message}, 400)
-        self._driver.update_session = False
-        return json_response({"success": True, "message": "Success"})
+        await _body(request, EmptyBody)
+        return _update_response(await self._carry_out(self._weights.end_session()), {})
+
+    async def release_memory(self, request: web.Request) -> web.Response:
+        """Let go of memory by tags, or of all."""
+        body = await _body(request, MemoryBody)
+        await self._carry_out(self._weights.release_memory(body.tags))
+        return json_response(None)
+
+    async def resume_memory(self, request: web.Request) -> web.Response:
+        """Take it back."""
+        body = await _body(request, MemoryBody)
+        await self._carry_out(self._weights.resume_memory(body.tags))
+        return json_response(None)
+
+    async def _carry_out(self, call: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.shield(self._start(call))
+
+    def _start(self, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.ensure_future(call)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     # ---- faults ---------------------------------------------------------------------------------------------------
 
@@ -168,9 +194,7 @@ class ControlRoutes:
         if order.kind == "crash":
             os._exit(CRASH_STATUS)
         if order.kind == "refuse_connections":
-            task = asyncio.ensure_future(self._refuse(order.seconds))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._start(self._refuse(order.seconds))
             return json_response({"ok": True})
         self._faults.set(order)
         loop = asyncio.get_running_loop()

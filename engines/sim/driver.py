@@ -1,10 +1,11 @@
-"""Runs a simulated machine in wall time, and plays SGLang's front process: live requests, pause gate, weight updates.
+"""Runs a simulated machine in wall time, and plays SGLang's front process: live requests, pause gate, control calls.
 
 Invariants
 - Simulated time = wall time x time scale, less what a stall took. The machine is advanced at most once per
   `TICK_SECONDS` of wall time, so requests that arrive within a tick can share a prefill batch.
 - A live request's frames reach it in order; the last one ends it and frees its rid.
-- A weight update without a pause waits until no request is in flight, and new ones wait for it; in a pause it runs at once.
+- Whoever holds `writer` waits until no request is in flight, and new ones wait for it.
+- The scheduler takes what it is sent in order, and nothing while it carries out a control call (`inline`).
 - A second abort of a rid is ignored, also where the first came too early to act.
 
 What this module does not know: HTTP.
@@ -13,8 +14,11 @@ What this module does not know: HTTP.
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import time
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Literal
 
 from rolloutd.engines.sim.config import MachineConfig
@@ -24,10 +28,14 @@ from rolloutd.engines.sim.wire import Answers, Generate
 
 # Half a decode step at time scale 5: short for callers, and several frames share one wake-up.
 TICK_SECONDS = 0.001
-# How long the simulated engine takes to load weights, simulated seconds.
-WEIGHT_LOAD_SECONDS = 0.2
 # SGLang: how often the abort-mode pause looks for requests in flight.
 PAUSE_POLL_SECONDS = 1.0
+# How often a flush that waits for an idle engine looks, wall seconds.
+FLUSH_POLL_SECONDS = 0.02
+DEATH_STATUS = 131  # 128 + SIGQUIT, the signal with which a real server kills its own process tree
+DEATH_SILENCE_SECONDS = 5.0  # simulated; from the scheduler's death to that of the process
+
+logger = logging.getLogger(__name__)
 
 
 class Live:
@@ -63,14 +71,6 @@ class Live:
         del self.news[:taken]
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateResult:
-    """Of a weight update: whether the weights are loaded, whether the version is official, and words for the caller."""
-
-    success: bool
-    message: str
-
-
 class Driver:
     """One engine process's state. Construct inside a running event loop."""
 
@@ -81,8 +81,8 @@ class Driver:
         self.machine = SimMachine(config)
         self.live: dict[str, Live] = {}
         self.official_version = config.weight_version
-        self.update_session = False
         self.served_model_name: str | None = None
+        self.released_memory: set[str] = set()
         self.dying = False
         self._loop = asyncio.get_running_loop()
         self._origin = self._loop.time()
@@ -90,8 +90,11 @@ class Driver:
         self._timer: asyncio.TimerHandle | None = None
         self._gate = asyncio.Event()  # closed while paused
         self._gate.set()
-        self._gate_lock = asyncio.Lock()
-        self._writer = asyncio.Lock()  # held by a weight update; new requests pass through it
+        self.gate_lock = asyncio.Lock()  # SGLang's condition around its pause flag
+        self._writer = asyncio.Lock()  # new requests pass through it
+        self._scheduler = asyncio.Lock()  # held by the control call that it carries out
+        self._sent: list[Callable[[], None]] | None = None  # meanwhile, in order
+        self._flush_waits = False
         self._loads_wall: float | None = None
         self._control_applied = asyncio.Event()
         self._ended = asyncio.Event()
@@ -156,18 +159,22 @@ class Driver:
             await self._gate.wait()
             async with self._writer:
                 if self._gate.is_set():
-                    self.machine.submit(self.now(), live.request.sim)
                     live.submitted = True
+                    self._send(lambda: self._submit(live))
                     break
-        self._kick()
+
+    def _submit(self, live: Live) -> None:
+        if self.released_memory:
+            self.die("a request for an engine whose memory is released")
+        else:
+            self.machine.submit(self.now(), live.request.sim)
 
     def hang_up(self, live: Live) -> None:
         """The client left: abort, and drop what is still to come."""
         rid = live.request.sim.rid
         if self.live.get(rid) is live:
             self._end(rid)
-            self.machine.abort(self.now(), rid)
-            self._kick()
+            self._send(lambda: self.machine.abort(self.now(), rid))
 
     def abort(self, rid: str) -> None:
         """An abort call: only for a rid that is live here, only once; the machine then matches by prefix."""
@@ -175,13 +182,11 @@ class Driver:
         if live is None or live.abort_sent:
             return
         live.abort_sent = True
-        self.machine.abort(self.now(), rid)
-        self._kick()
+        self._send(lambda: self.machine.abort(self.now(), rid))
 
     def abort_all(self) -> None:
         """Abort everything the machine knows."""
-        self.machine.abort_all(self.now())
-        self._kick()
+        self._send(lambda: self.machine.abort_all(self.now()))
 
     def _end(self, rid: str) -> None:
         del self.live[rid]
@@ -199,79 +204,111 @@ class Driver:
 
     # ---- control --------------------------------------------------------------------------------------------------
 
+    def _send(self, action: Callable[[], None]) -> None:
+        """Hand the scheduler something; it takes it now, or after the control call that it carries out."""
+        if self._sent is not None:
+            self._sent.append(action)
+        else:
+            action()
+            self._kick()
+
+    @asynccontextmanager
+    async def inline(self) -> AsyncIterator[None]:
+        """One control call in the scheduler's loop: it does nothing else meanwhile, and a pause sent before comes first."""
+        async with self._scheduler:
+            while self.machine.pause_pending:
+                self._control_applied.clear()
+                await self._control_applied.wait()
+            self._sent = []
+            try:
+                await self.unless_dying()
+                yield
+                await self.unless_dying()
+            finally:
+                sent, self._sent = self._sent, None
+                for action in sent:
+                    action()
+                self._kick()
+
+    @property
+    def in_control_call(self) -> bool:
+        """Whether the scheduler carries one out."""
+        return self._sent is not None
+
+    @asynccontextmanager
+    async def writer(self) -> AsyncIterator[None]:
+        """Alone: no request is in flight, and none starts."""
+        async with self._writer:
+            await self.until_idle()
+            yield
+
+    async def unless_dying(self) -> None:
+        """A dead scheduler answers nothing."""
+        if self.dying:
+            await asyncio.Event().wait()
+
+    def die(self, why: str) -> None:
+        """A real scheduler crashes; its streams fall silent, then the process tree is killed."""
+        if not self.dying:
+            logger.error("%s; the engine dies, as SGLang does", why)
+            self.dying = True
+            self._loop.call_later(DEATH_SILENCE_SECONDS / self.time_scale, os._exit, DEATH_STATUS)
+
     async def pause(self, mode: Literal["abort", "retract", "in_place"]) -> None:
         """Close the gate. "abort" returns when nothing is in flight, so after "in_place" it never does (as in SGLang)."""
-        async with self._gate_lock:
+        async with self.gate_lock:
             self._gate.clear()
             if mode != "abort":
-                self._freeze_loads()
-                self.machine.pause(self.now(), mode)
-                self._kick()
+                self._send(lambda: self._pause(mode))
                 return
             while self._in_flight():
                 self.abort_all()
                 await asyncio.sleep(PAUSE_POLL_SECONDS / self.time_scale)
 
+    def _pause(self, mode: Literal["retract", "in_place"]) -> None:
+        self._freeze_loads()
+        self.machine.pause(self.now(), mode)
+
     async def resume(self) -> None:
         """Open the gate."""
-        async with self._gate_lock:
-            self.machine.resume(self.now())
-            self._loads_wall = None
+        async with self.gate_lock:
+            self._send(self._resume)
             self._gate.set()
-            self._kick()
+
+    def _resume(self) -> None:
+        if self.released_memory and not self.machine.is_idle(self.now()):
+            self.die("work goes on while memory is released")
+        self.machine.resume(self.now())
+        self._loads_wall = None
 
     @property
     def paused(self) -> bool:
         """Whether new requests wait at the gate."""
         return not self._gate.is_set()
 
-    async def _pause_applied(self) -> None:
-        """Control calls are handled after a pause that came before them."""
-        while self.machine.pause_pending:
-            self._control_applied.clear()
-            await self._control_applied.wait()
+    async def flush(self, timeout_seconds: float) -> str | None:
+        """Drop the prefix cache; None when done, else why not. With a time (wall) it waits for an idle engine.
 
-    async def flush(self, timeout_seconds: float) -> bool:
-        """Drop the prefix cache; waits up to `timeout_seconds` (wall) for the engine to be idle."""
-        await self._pause_applied()
+        As in SGLang waiting means for an empty queue too, which the flush itself does not need in a pause, and only one
+        may wait.
+        """
+        async with self.inline():
+            if self._flush_waits:
+                return "Another flush_cache is already in progress."
+            if timeout_seconds <= 0 or self.machine.is_idle(self.now()):
+                return None if self.machine.flush_cache(self.now()) else "Flush cache failed.\n"
+        self._flush_waits = True
         deadline = self._loop.time() + timeout_seconds
-        while not self.machine.flush_cache(self.now()):
-            if self._loop.time() >= deadline:
-                return False
-            await asyncio.sleep(min(0.02, max(0.0, deadline - self._loop.time())))
-        return True
-
-    async def update_weights(
-        self, weight_version: str | None, flush: bool, abort_all: bool, model_path: str | None
-    ) -> UpdateResult:
-        """Load "weights": from now on tokens are those of `weight_version`."""
-        if abort_all:
-            self.abort_all()
-        if self.paused:
-            await self._pause_applied()
-            return await self._load_weights(weight_version, flush, model_path)
-        async with self._writer:
-            await self.until_idle()
-            return await self._load_weights(weight_version, flush, model_path)
-
-    async def _load_weights(self, weight_version: str | None, flush: bool, model_path: str | None) -> UpdateResult:
-        await asyncio.sleep(WEIGHT_LOAD_SECONDS / self.time_scale)
-        if weight_version is not None:
-            self.machine.set_weight_version(self.now(), weight_version)
-        if model_path is not None:
-            self.served_model_name = model_path
-        if flush and not self.machine.flush_cache(self.now()):
-            return UpdateResult(False, "Weights were updated, but the cache was not flushed: the engine is busy.")
-        if weight_version is not None:
-            self.official_version = weight_version
-        return UpdateResult(True, "Succeeded to update model weights.")
-
-    def set_version(self, version: str, abort_all: bool) -> None:
-        """Rename the weights."""
-        if abort_all:
-            self.abort_all()
-        self.machine.set_weight_version(self.now(), version)
-        self.official_version = version
+        try:
+            while self._loop.time() < deadline:
+                await asyncio.sleep(min(FLUSH_POLL_SECONDS, max(0.0, deadline - self._loop.time())))
+                async with self.inline():
+                    if self.machine.is_idle(self.now()):
+                        self.machine.flush_cache(self.now())
+                        return None
+        finally:
+            self._flush_waits = False
+        return "Timed out waiting for idle state."
 
     # ---- views ----------------------------------------------------------------------------------------------------
 

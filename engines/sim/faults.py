@@ -26,8 +26,13 @@ FaultKind = Literal[
     "duplicate_frame",
     "garbage_frame",
     "stall",
+    "load_fails",
+    "load_hangs",
+    "load_kills",
+    "flush_refused",
 ]
 FAULT_KINDS: tuple[str, ...] = get_args(FaultKind)
+_ONCE = ("duplicate_frame", "garbage_frame", "load_fails", "load_hangs", "load_kills", "flush_refused")
 
 
 class FaultOrder(msgspec.Struct, forbid_unknown_fields=True):
@@ -36,9 +41,12 @@ class FaultOrder(msgspec.Struct, forbid_unknown_fields=True):
     kind: refuse_connections (close the listening socket and reset all connections; `seconds` is required), hang (accept
         and never answer), slow (`factor` on every pass), busy (503), error_500, cut_stream (reset the connection after
         `tokens` output tokens), crash (exit at once, status 1), not_ready (/ready 503), duplicate_frame (a frame twice),
-        garbage_frame (a frame that is not JSON), stall (the engine stops working, streams fall silent).
+        garbage_frame (a frame that is not JSON), stall (the engine stops working, streams fall silent), load_fails (a
+        weight load changes nothing and is refused), load_hangs (it never ends, nor does anything behind it), load_kills
+        (the new weights are in, then the scheduler dies), flush_refused (a flush finds the engine busy).
     seconds: how long it lasts, in wall time; 0 until it is taken back.
-    count: how many requests or frames it hits; 0 without limit (duplicate_frame and garbage_frame: 1).
+    count: how many requests, frames or calls it hits; 0 without limit (duplicate_frame, garbage_frame and the last
+        four: 1).
     """
 
     kind: FaultKind
@@ -68,7 +76,7 @@ class FaultBoard:
     def set(self, order: FaultOrder) -> None:
         """Put a fault in force."""
         end = self._clock() + order.seconds if order.seconds else float("inf")
-        count = order.count or (1 if order.kind in ("duplicate_frame", "garbage_frame") else -1)
+        count = order.count or (1 if order.kind in _ONCE else -1)
         self._orders[order.kind] = (order, end, count)
 
     def clear(self, kind: str | None = None) -> None:

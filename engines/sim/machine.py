@@ -114,12 +114,16 @@ class SimMachine:
         self._look_at_next_boundary()
 
     def flush_cache(self, now: float) -> bool:
-        """Drop the prefix cache; False when busy. Waiting requests block it too, except while paused by retract."""
-        self._catch_up(now, inclusive=True)
-        if self._running or self._prefilling or (len(self._queue) and self.paused != "retract"):
+        """Drop the prefix cache; False when busy. Waiting requests block it too, except in a pause."""
+        if not self.is_idle(now, count_waiting=self.paused is None):
             return False
         self._pool.cache.clear()
         return True
+
+    def is_idle(self, now: float, count_waiting: bool = True) -> bool:
+        """Whether nothing runs, and with `count_waiting` nothing waits."""
+        self._catch_up(now, inclusive=True)
+        return not (self._running or self._prefilling or (count_waiting and len(self._queue)))
 
     def set_weight_version(self, now: float, version: str) -> None:
         """New weights from the next token on; running requests get a new span."""

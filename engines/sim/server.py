@@ -5,7 +5,7 @@ Invariants
 - A client that hangs up a stream aborts its request at once; one that hangs up a plain call is noticed 4 simulated
   seconds later, as SGLang does.
 - A token id outside the vocabulary kills the process after 5 simulated seconds of silence (exit status 131), unless
-  `--no-crash-on-bad-token`.
+  `--no-crash-on-bad-token`; so does what kills a real server among the control calls (`weights.py`).
 - Real seconds = simulated seconds / time scale on the wire; faults and keep-alive count in real seconds.
 
 What this module does not know: scheduling, memory, tokens.
@@ -17,7 +17,6 @@ import argparse
 import asyncio
 import gc
 import logging
-import os
 import random
 import signal
 import time
@@ -37,6 +36,7 @@ from rolloutd.engines.sim.faults import FaultBoard
 from rolloutd.engines.sim.state_routes import StateRoutes, json_response
 from rolloutd.engines.sim.timing import CURVES, PREFILL_TOKENS_PER_SECOND, TimingModel
 from rolloutd.engines.sim.tokens import MEAN_OUTPUT_TOKENS, VOCABULARY_SIZE, Model
+from rolloutd.engines.sim.weights import WEIGHT_LOAD_SECONDS, Weights
 from rolloutd.engines.sim.wire import (
     ContractError,
     Generate,
@@ -50,8 +50,6 @@ from rolloutd.engines.sim.wire import (
 
 logger = logging.getLogger(__name__)
 
-BAD_TOKEN_STATUS = 131  # 128 + SIGQUIT, the signal with which a real server kills its own process tree
-BAD_TOKEN_SILENCE_SECONDS = 5.0
 PLAIN_HANG_UP_SECONDS = 4.0  # SGLANG_REQUEST_STATE_WAIT_TIMEOUT
 STREAM_CLEAN_UP_SECONDS = 2.0
 KEEP_ALIVE_SECONDS = 5.0  # SGLANG_TIMEOUT_KEEP_ALIVE
@@ -74,7 +72,8 @@ class SimServer:
         self.state = StateRoutes(
             self.driver, self.faults, args.model_path, args.host, args.port, seed, time.perf_counter() - started
         )
-        self.control = ControlRoutes(self.driver, self.faults, self.refuse_connections)
+        weights = Weights(self.driver, self.faults, args.weight_load_seconds)
+        self.control = ControlRoutes(self.driver, weights, self.faults, self.refuse_connections)
         app = web.Application(client_max_size=_MAX_BODY_BYTES, middlewares=[self._hang])
         app.add_routes([web.route("*", "/generate", self.generate), *self.state.routes(), *self.control.routes()])
         self._runner = web.AppRunner(
@@ -142,7 +141,7 @@ class SimServer:
         except OutsideVocabulary as error:
             if not self._crash_on_bad_token:
                 return await self._refused(request, f"token id outside the vocabulary: {error}", stream)
-            self._die(str(error))
+            self.driver.die(f"token id outside the vocabulary: {error}")
             await asyncio.Event().wait()  # silence until the process ends
         live = self.driver.register(parsed)
         if stream:
@@ -150,13 +149,14 @@ class SimServer:
         return await self._plain(request, live, parsed)
 
     async def _plain(self, request: web.Request, live: Live, parsed: Generate) -> web.StreamResponse:
+        submitting = asyncio.ensure_future(self.driver.submit(live))
         try:
-            await self.driver.submit(live)
+            await asyncio.shield(submitting)
             while live.answers.finish_reason is None:
                 await live.wait()
         except asyncio.CancelledError:
-            delay = PLAIN_HANG_UP_SECONDS / self.driver.time_scale
-            asyncio.get_running_loop().call_later(delay, self.driver.hang_up, live)
+            # Nobody looks for the client while the request is at the gate.
+            submitting.add_done_callback(lambda _: self._hang_up_later(live))
             raise
         reason = live.answers.finish_reason
         status = reason.get("status_code")
@@ -165,6 +165,10 @@ class SimServer:
         if status is not None:
             return json_response(error_object(reason["message"], status), status)
         return json_response(live.answers.answer(self._age(live)))
+
+    def _hang_up_later(self, live: Live) -> None:
+        delay = PLAIN_HANG_UP_SECONDS / self.driver.time_scale
+        asyncio.get_running_loop().call_later(delay, self.driver.hang_up, live)
 
     async def _stream(self, request: web.Request, live: Live) -> web.StreamResponse:
         response = await self._open_stream(request)
@@ -225,14 +229,6 @@ class SimServer:
 
     # ---- end of life ----------------------------------------------------------------------------------------------
 
-    def _die(self, why: str) -> None:
-        """A real scheduler crashes; its streams fall silent, then the process tree is killed."""
-        if not self.driver.dying:
-            logger.error("token id outside the vocabulary: %s; the engine dies, as SGLang does", why)
-            self.driver.dying = True
-            silence = BAD_TOKEN_SILENCE_SECONDS / self.driver.time_scale
-            asyncio.get_running_loop().call_later(silence, os._exit, BAD_TOKEN_STATUS)
-
     async def drain(self) -> None:
         """SIGTERM: not ready any more, still serving; returns when no request is left."""
         self.state.stopping = True
@@ -259,6 +255,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--incremental-streaming-output", action=flag, default=True, help="frames carry only what is new")
     add("--max-queued-requests", type=int, default=None, help="refuse with 503 beyond (default: no limit)")
     add("--weight-version", default="default", help="label of the weights at start")
+    add("--weight-load-seconds", type=float, default=WEIGHT_LOAD_SECONDS, help="what loading weights takes")
     add("--model-path", default="simulated", help="name reported as the model's path")
     add("--mean-output-tokens", type=int, default=MEAN_OUTPUT_TOKENS, help="mean of outputs without end_at_tokens")
     add("--seed", type=int, default=0, help="engines with equal seeds are copies of one model")
@@ -269,6 +266,8 @@ def config_from(args: argparse.Namespace) -> MachineConfig:
     """Raises ValueError, naming the field, for a value that makes no sense."""
     if not args.time_scale > 0:
         raise ValueError(f"time_scale: {args.time_scale} must be above 0")
+    if not args.weight_load_seconds >= 0:
+        raise ValueError(f"weight_load_seconds: {args.weight_load_seconds} must not be negative")
     return MachineConfig(
         slots=args.slots,
         kv_tokens=args.kv_tokens,

@@ -93,8 +93,10 @@ class StateRoutes:
         )
 
     async def server_info(self, request: web.Request) -> web.Response:
-        """Sizes and settings; `weight_version` is the launch value and never changes, as in SGLang."""
+        """Sizes and settings; `weight_version` and the model's names are launch values and never change, as in SGLang."""
         config, driver = self._driver.config, self._driver
+        async with driver.inline():  # it asks the scheduler, which may be busy loading weights
+            pass
         load, _ = driver.load()
         return json_response(
             {
@@ -242,6 +244,8 @@ class StateRoutes:
                 "gated_rids": [rid for rid in driver.live if rid not in {*running, *queued}],
                 "paused": driver.paused,
                 "weight_version": driver.machine.weight_version,
+                "in_control_call": driver.in_control_call,
+                "released_memory": sorted(driver.released_memory),
                 "vocab_size": driver.config.model.vocabulary_size,
                 "kv_used_tokens": load.used_tokens,
                 "kv_capacity_tokens": load.capacity_tokens,

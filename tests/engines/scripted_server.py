@@ -31,6 +31,17 @@ def frame(ids: list[int], total: int, finish: dict[str, Any] | None = None, **me
     return b"data: " + json.dumps(body).encode() + b"\n\n"
 
 
+ORDERS = (
+    "/pause_generation",
+    "/continue_generation",
+    "/flush_cache",
+    "/update_weights_from_disk",
+    "/begin_weight_update",
+    "/end_weight_update",
+    "/update_weight_version",
+    "/release_memory_occupation",
+    "/resume_memory_occupation",
+)
 LENGTH = {"type": "length", "length": 3}
 
 
@@ -64,8 +75,12 @@ class FakeServer:
         self.bodies: list[dict[str, Any]] = []
         self.headers: dict[str, str] = {}  # Authorization by path
         self.aborted: list[str] = []
+        self.orders: dict[str, Any] = {}  # last body by path of a controlling call
+        self.orders_answered = asyncio.Event()  # they hang while it is not set
+        self.orders_answered.set()
         self.gone = asyncio.Event()  # a client hung up on a running stream
         self._answer: Answer | None = None
+        self._order_answer: tuple[int, dict[str, Any]] = (200, {"success": True, "message": "Success"})
         self._head: tuple[int, str, bytes] | None = None
 
     def say(self, *pieces: bytes) -> None:
@@ -81,6 +96,9 @@ class FakeServer:
     def refuse(self, status: int, body: bytes, content_type: str = "application/json") -> None:
         self._head = (status, content_type, body)
 
+    def answer_orders(self, status: int, body: dict[str, Any]) -> None:
+        self._order_answer = status, body
+
     async def start(self) -> tuple[web.AppRunner, str]:
         app = web.Application()
         app.router.add_get("/server_info", self._json(lambda: self.server_info))
@@ -92,6 +110,8 @@ class FakeServer:
         app.router.add_get("/ready", self._ready)
         app.router.add_post("/generate", self._generate)
         app.router.add_post("/abort_request", self._abort)
+        for path in ORDERS:
+            app.router.add_post(path, self._order)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -113,6 +133,13 @@ class FakeServer:
         self.headers[request.path] = request.headers.get("Authorization", "")
         self.aborted.append((await request.json())["rid"])
         return web.Response()
+
+    async def _order(self, request: web.Request) -> web.Response:
+        self.headers[request.path] = request.headers.get("Authorization", "")
+        self.orders[request.path] = await request.json() if request.can_read_body else None
+        await self.orders_answered.wait()
+        status, body = self._order_answer
+        return web.json_response(body, status=status)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         self.headers[request.path] = request.headers.get("Authorization", "")

@@ -23,14 +23,6 @@ TIMEOUTS = Timeouts(connect_seconds=1, first_byte_seconds=0.5, idle_seconds=0.5,
 
 
 @pytest_asyncio.fixture
-async def fake() -> AsyncIterator[tuple[FakeServer, str]]:
-    server = FakeServer()
-    runner, url = await server.start()
-    yield server, url
-    await runner.cleanup()
-
-
-@pytest_asyncio.fixture
 async def served(fake: tuple[FakeServer, str]) -> AsyncIterator[tuple[FakeServer, SGLangEngine]]:
     server, url = fake
     engine = SGLangEngine(url, vocabulary_size=VOCABULARY_SIZE, timeouts=TIMEOUTS)
