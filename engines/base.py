@@ -6,6 +6,7 @@ Invariants
 - Token ids travel as little-endian uint32 bytes, log-probs as little-endian float32 bytes.
 - What every attempt makes one of is a msgspec struct: a frozen dataclass takes ten times as long to build.
 - "bad request", "busy" and "broken" are three different faults and are never mixed up.
+- Controlling calls do one thing each and are never repeated by the door; `flush` alone tries until its time is up.
 
 What this module does not know: rollouts, classes, budgets, retries. An engine attempt knows only its own tokens.
 """
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
+
+from rolloutd.engines.control import PauseMode, WeightsLoaded
 
 
 class FaultKind(enum.Enum):
@@ -165,4 +168,61 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Hang up everything."""
+        ...
+
+    # ---- control: one caller at a time per engine ----
+    #
+    # REFUSED, BUSY and UNREACHED: the order was not taken, the engine is as before. SILENT and BROKEN: it may have been.
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop generating, see `PauseMode`. New attempts wait in the engine; `ready` is false and `load` may be frozen.
+
+        ABORT returns when nothing is in flight any more, and is REFUSED after IN_PLACE without a `resume` between. The
+        others return when the engine has the order: a frame may still follow, later control calls come after it. Time
+        in a pause is no silence of an attempt.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Generate again. Does nothing when not paused; REFUSED while memory is released."""
+        ...
+
+    async def flush(self, timeout_seconds: float) -> bool:
+        """Drop the prefix cache. False: work was in flight until the time was up; 0 tries once."""
+        ...
+
+    async def load_weights(self, path: str, version: str, *, flush: bool) -> WeightsLoaded:
+        """Load a checkpoint from a path on the engine's host and call it `version`; aborts nothing.
+
+        Outside a pause it waits for all work in flight, and new attempts wait for it. REFUSED: the engine could not load
+        it and says why; it runs the weights it had. After SILENT or BROKEN the weights are unknown.
+        """
+        ...
+
+    async def begin_update(self) -> None:
+        """Open the bracket in which somebody else sends weights. REFUSED when it is open. Waits like `load_weights`."""
+        ...
+
+    async def end_update(self) -> None:
+        """Close it, which makes the weights ready for use. REFUSED when it is not open."""
+        ...
+
+    async def name_version(self, version: str) -> None:
+        """Call the weights that the engine has `version`; aborts nothing."""
+        ...
+
+    async def weight_version(self) -> str:
+        """What the engine calls its weights."""
+        ...
+
+    async def release_memory(self, tags: tuple[str, ...]) -> None:
+        """Let go of memory (`MEMORY_TAGS`); the prefix cache is dropped. No attempt is taken until all is resumed.
+
+        REFUSED while attempts run, except in a pause by RETRACT; BUSY while the engine works for others. Pause first, so
+        that nobody else's work comes between.
+        """
+        ...
+
+    async def resume_memory(self, tags: tuple[str, ...]) -> None:
+        """Take memory back, without what was in it. REFUSED for what was not released through this door."""
         ...

@@ -10,7 +10,7 @@ Invariants
 - Tokens that arrived are never lost with a fault: they ride on it as `partial`.
 - A stream's HTTP status says little: refusals arrive as frames inside a 200 and are told apart by their code.
 
-What this module does not know: rollouts, retries, pausing, weight updates, which engine is better.
+What this module does not know: rollouts, retries, which engine is better; pausing and new weights (`sglang_control.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 import orjson
@@ -30,42 +30,19 @@ from rolloutd.engines.http_client import Connection, ConnectionCut, HttpClient, 
 from rolloutd.engines.request_body import encode
 from rolloutd.engines.sglang_attempt import Attempt, ErrorFrame, Silence
 from rolloutd.engines.sglang_attempt import Timeouts as Timeouts
-from rolloutd.engines.sglang_info import Loads, ModelInfo, ServerInfo, engine_info, engine_load
+from rolloutd.engines.sglang_calls import Calls, error_text, kind_of_status
+from rolloutd.engines.sglang_control import SGLangControl
+from rolloutd.engines.sglang_info import Loads, ModelInfo, ServerInfo, engine_info, engine_load, incarnation
 from rolloutd.engines.sse import EventTooLarge
 
 # SGLang closes a connection that is idle for 5 s (SGLANG_TIMEOUT_KEEP_ALIVE); dropping ours sooner avoids sending into
 # a reset.
 _KEEPALIVE_SECONDS = 4.0
-_ERROR_TEXT_BYTES = 2000
 # Enough for any pool of slots we know; a larger number in flight means that the caller lost count.
 DEFAULT_MAX_CONNECTIONS = 4096
 
-_Answer = TypeVar("_Answer")
 
-
-def _kind_of_status(status: int) -> FaultKind:
-    """What an HTTP status, or the code in an error frame, says about the request and the engine."""
-    if status in (429, 503):
-        return FaultKind.BUSY
-    # Wrong key, wrong URL, too slow to read us: this engine's trouble, another one may well accept the request.
-    if status in (401, 403, 404, 405, 408) or not 400 <= status < 500:
-        return FaultKind.BROKEN
-    return FaultKind.REFUSED
-
-
-def _error_text(body: bytes) -> str:
-    """The sentence inside SGLang's several error shapes, or the start of the body."""
-    try:
-        value = orjson.loads(body)
-    except orjson.JSONDecodeError:
-        return body[:_ERROR_TEXT_BYTES].decode("utf-8", "replace").strip()
-    for _ in range(2):
-        if isinstance(value, dict):
-            value = value.get("error", value.get("message", value))
-    return value if isinstance(value, str) else orjson.dumps(value)[:_ERROR_TEXT_BYTES].decode("utf-8", "replace")
-
-
-class SGLangEngine:
+class SGLangEngine(SGLangControl):
     """One SGLang server. Use from one event loop; `register()` first, again after a restart, `close()` last.
 
     api_key opens the normal routes, admin_api_key the controlling ones; a server that has only one of them needs only
@@ -84,44 +61,43 @@ class SGLangEngine:
         max_connections: int = DEFAULT_MAX_CONNECTIONS,
     ) -> None:
         self.url = url.rstrip("/")
-        self.timeouts = timeouts or Timeouts()
+        timeouts = timeouts or Timeouts()
         self._http = HttpClient(
-            self.url, connect_seconds=self.timeouts.connect_seconds, keepalive_seconds=_KEEPALIVE_SECONDS
+            self.url, connect_seconds=timeouts.connect_seconds, keepalive_seconds=_KEEPALIVE_SECONDS
         )
-        # With both keys set the server refuses the normal one on controlling routes.
-        normal, control = _authorization(api_key), _authorization(admin_api_key or api_key)
-        json = {"Content-Type": "application/json"}
-        self._generate_head = self._http.head("POST", "/generate", normal | json)
-        self._abort_head = self._http.head("POST", "/abort_request", control | json)
-        self._normal = normal
+        super().__init__(Calls(self.url, self._http, api_key, admin_api_key), timeouts)
+        self._generate_head = self._calls.normal_head("/generate")
+        self._abort_head = self._calls.control_head("/abort_request")
         self._configured_vocabulary = vocabulary_size
         self._max_connections = max_connections
         self._info: EngineInfo | None = None
         self._vocabulary = 0
         self._incremental = False
         self._attempts: dict[str, Attempt] = {}
-        self._closed = False
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    # ---- control calls ----
+    # ---- state ----
 
     async def register(self) -> EngineInfo:
         """Description of the server, proven by one 1-token call with every field that later calls use.
 
-        Takes at most `control_seconds`, then `idle_seconds` for the probe. BUSY while the server is starting or paused;
+        Takes at most twice `control_seconds`, then `idle_seconds` for the probe. BUSY while the server is starting or paused;
         REFUSED, with what to set, when something needed is not stated or the probe is not accepted.
         """
-        server_body, model_body, loads_body, ready = await asyncio.gather(
-            self._get("/server_info"),
-            self._get("/model_info"),
-            self._get("/v1/loads?include=core,memory"),
-            self.ready(),
-        )
-        server = self._decode(server_body, ServerInfo, "/server_info")
-        model = self._decode(model_body, ModelInfo, "/model_info")
-        loads = self._decode(loads_body, Loads, "/v1/loads")
-        if not ready:
+        if not await self._says_ready():  # a paused server that loads weights answers /server_info only afterwards
             raise self._fault(FaultKind.BUSY, "not ready: starting, paused or shutting down")
+        seconds = self.timeouts.control_seconds
+        server_body, model_body, loads_body = await asyncio.gather(
+            self._calls.get("/server_info", seconds),
+            self._calls.get("/model_info", seconds),
+            self._calls.get("/v1/loads?include=core,memory", seconds),
+        )
+        server = self._calls.decode(server_body, ServerInfo, "/server_info")
+        model = self._calls.decode(model_body, ModelInfo, "/model_info")
+        loads = self._calls.decode(loads_body, Loads, "/v1/loads")
+        self._note_incarnation(incarnation(server))
+        if self._is_asleep():
+            raise self._fault(FaultKind.BUSY, "not ready: its memory is released")
         self._vocabulary = await self._vocabulary_of(server.model_path)
         self._incremental = server.incremental_streaming_output
         try:
@@ -178,17 +154,21 @@ class SGLangEngine:
     async def load(self) -> EngineLoad:
         """One `/v1/loads` report over all ranks. Running counts lag by a scheduling step; see the engine's clock for
         its age."""
-        loads = self._decode(await self._get("/v1/loads?include=core"), Loads, "/v1/loads")
+        body = await self._calls.get("/v1/loads?include=core", self.timeouts.control_seconds)
+        loads = self._calls.decode(body, Loads, "/v1/loads")
         try:
             return engine_load(loads)
         except ValueError as error:
             raise self._fault(FaultKind.BROKEN, str(error)) from error
 
     async def ready(self) -> bool:
-        """200 or 503 of `/ready`."""
-        status, body = await self._page("/ready")
+        """200 or 503 of `/ready`; false as well while memory is released, which the server does not count."""
+        return await self._says_ready() and not self._is_asleep()
+
+    async def _says_ready(self) -> bool:
+        status, body = await self._calls.page("/ready", self.timeouts.control_seconds)
         if status not in (200, 503):
-            raise self._fault(FaultKind.BROKEN, f"/ready answered {status}: {_error_text(body)}")
+            raise self._fault(FaultKind.BROKEN, f"/ready answered {status}: {error_text(body)}")
         return status == 200
 
     async def abort(self, attempt_id: str) -> None:
@@ -206,22 +186,31 @@ class SGLangEngine:
             loop = asyncio.get_running_loop()
             attempt.abort_timer = loop.call_later(self.timeouts.abort_seconds, attempt.hang_up, "abort")
         try:
-            status, body = await self._call(
+            status, body = await self._calls.call(
                 "/abort_request",
                 self._abort_head,
                 orjson.dumps({"rid": attempt_id, "abort_all": False}),
                 self.timeouts.abort_seconds,
             )
             if status != 200:
-                raise self._fault(_kind_of_status(status), f"/abort_request answered {status}: {_error_text(body)}")
+                raise self._calls.refusal("/abort_request", status, body)
         except EngineFault:
             if attempt is None:
                 raise
             attempt.hang_up("abort")
 
+    async def resume(self) -> None:
+        """See `Engine.resume`."""
+        await super().resume()
+        for attempt in self._attempts.values():
+            attempt.start_waiting_anew()
+
+    def _attempts_running(self) -> int:
+        return len(self._attempts)
+
     async def close(self) -> None:
         """Hang up everything; running attempts end with BROKEN and what they had."""
-        self._closed = True
+        self._calls.closed = True
         for attempt in list(self._attempts.values()):
             attempt.hang_up("closed")
         self._http.close()
@@ -237,12 +226,14 @@ class SGLangEngine:
             raise self._fault(FaultKind.REFUSED, f"attempt_id: {request.attempt_id} is already running")
         if len(self._attempts) >= self._max_connections:
             raise self._fault(FaultKind.BUSY, f"{self._max_connections} attempts are running already (max_connections)")
-        if self._closed:
+        if self._calls.closed:
             raise self._fault(FaultKind.BROKEN, "the door was closed")
+        if self._is_asleep():
+            raise self._fault(FaultKind.BUSY, "its memory is released")
         if self._loop is None:
             self._loop = asyncio.get_running_loop()  # once: in Python 3.11 each of these is a system call
         collector = Collector(request, self._incremental)
-        attempt = Attempt(request, collector, self.timeouts, on_progress, self._loop)
+        attempt = Attempt(request, collector, self.timeouts, on_progress, self._loop, self._is_paused)
         self._attempts[request.attempt_id] = attempt
         try:
             return await self._run(attempt, body)
@@ -265,8 +256,8 @@ class SGLangEngine:
         except ConnectionCut as error:
             trouble = FaultKind.BROKEN, str(error)
         except ErrorFrame as error:
-            kind = FaultKind.BROKEN if error.code is None else _kind_of_status(error.code)
-            raise self._fault(kind, _error_text(error.data), collector) from None
+            kind = FaultKind.BROKEN if error.code is None else kind_of_status(error.code)
+            raise self._fault(kind, error_text(error.data), collector) from None
         except (msgspec.MsgspecError, FrameError, EventTooLarge, UnicodeDecodeError) as error:
             raise self._fault(FaultKind.BROKEN, f"frame not understood: {error}", collector) from error
         if collector.finish is not None:
@@ -276,8 +267,8 @@ class SGLangEngine:
         if attempt.hung_up:
             raise self._fault(FaultKind.BROKEN, "the door was closed", collector)
         if attempt.status and attempt.status != 200:
-            text = _error_text(attempt.error_body)
-            raise self._fault(_kind_of_status(attempt.status), f"/generate answered {attempt.status}: {text}")
+            text = error_text(attempt.error_body)
+            raise self._fault(kind_of_status(attempt.status), f"/generate answered {attempt.status}: {text}")
         if attempt.status and not attempt.is_stream:
             kind_of_page = attempt.content_type or "no content type"
             raise self._fault(
@@ -308,7 +299,7 @@ class SGLangEngine:
         if finish.status_code is None:
             return collector.slice("abort")
         raise self._fault(
-            _kind_of_status(finish.status_code),
+            kind_of_status(finish.status_code),
             finish.message or f"aborted with status {finish.status_code}",
             collector,
         )
@@ -320,42 +311,7 @@ class SGLangEngine:
             return f"no first token within {self.timeouts.idle_seconds:g} s"
         return f"no first byte within {self.timeouts.first_byte_seconds:g} s"
 
-    # ---- HTTP ----
-
-    async def _call(self, path: str, head: bytes, body: bytes, seconds: float) -> tuple[int, bytes]:
-        if self._closed:
-            raise self._fault(FaultKind.BROKEN, "the door was closed")
-        try:
-            async with asyncio.timeout(seconds):
-                return await self._http.call(head, body)
-        except TimeoutError as error:
-            raise self._fault(FaultKind.SILENT, f"{path}: no answer within {seconds:g} s") from error
-        except (Unreached, ConnectionCut) as error:
-            raise self._fault(FaultKind.BROKEN, f"{path}: {error}") from error
-
-    async def _page(self, path: str) -> tuple[int, bytes]:
-        head = self._http.head("GET", path, self._normal)
-        return await self._call(path, head, b"", self.timeouts.control_seconds)
-
-    async def _get(self, path: str) -> bytes:
-        status, body = await self._page(path)
-        if status in (401, 403):
-            raise self._fault(FaultKind.REFUSED, f"{path} answered {status}: set api_key for this engine")
-        if status != 200:
-            raise self._fault(_kind_of_status(status), f"{path} answered {status}: {_error_text(body)}")
-        return body
-
-    def _decode(self, body: bytes, kind: type[_Answer], path: str) -> _Answer:
-        try:
-            return msgspec.json.decode(body, type=kind)
-        except msgspec.MsgspecError as error:
-            raise self._fault(FaultKind.BROKEN, f"{path}: answer not understood ({error}); is this SGLang?") from error
-
     def _fault(self, kind: FaultKind, message: str, collector: Collector | None = None) -> EngineFault:
         has_tokens = collector is not None and collector.generated_tokens > 0
         partial = collector.slice("abort") if collector is not None and has_tokens else None
-        return EngineFault(kind, f"engine {self.url}: {message}", partial)
-
-
-def _authorization(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}"} if key else {}
+        return self._calls.fault(kind, message, partial)

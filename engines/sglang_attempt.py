@@ -5,6 +5,7 @@ Invariants
   exception of whoever reads the frames.
 - Frames are read inside the connection's callback: no task and no queue stands between the socket and the collector.
 - One timer per attempt. Frames move the deadline, not the timer: it looks at the deadline when it fires.
+- The time during which the engine is held (paused by its door) does not count as silence.
 - A connection whose answer is not complete is never used again.
 
 What this module does not know: how to ask, and what an end means (`sglang.py`).
@@ -40,6 +41,8 @@ class Timeouts:
     idle_seconds: float = 120.0  # without a frame: queueing, prefill and decode together
     abort_seconds: float = 2.0  # from abort() to hanging up
     control_seconds: float = 10.0  # any other call
+    pause_seconds: float = 30.0  # a pause by abort asks once a second until every request has ended
+    weights_seconds: float = 600.0  # loading weights from a disk, moving them in or out of the engine's memory
 
 
 class ErrorFrame(Exception):
@@ -63,7 +66,7 @@ class Attempt:
     """Receiver of one answer. `status` 0: no header came."""
 
     __slots__ = (
-        "_connection", "_deadline", "_events", "_loop", "_on_progress", "_timer", "_timeouts",
+        "_connection", "_deadline", "_events", "_is_held", "_loop", "_on_progress", "_timer", "_timeouts",
         "abort_timer", "collector", "content_type", "done", "error_body", "hung_up", "request", "status",
     )  # fmt: skip
 
@@ -74,6 +77,7 @@ class Attempt:
         timeouts: Timeouts,
         on_progress: Callable[[Progress], None],
         loop: asyncio.AbstractEventLoop,
+        is_held: Callable[[], bool],
     ) -> None:
         self.request = request
         self.collector = collector
@@ -86,6 +90,7 @@ class Attempt:
         self.done: asyncio.Future[None] = self._loop.create_future()
         self._timeouts = timeouts
         self._on_progress = on_progress
+        self._is_held = is_held
         self._events = EventReader()
         self._connection: Connection | None = None
         self._deadline = 0.0
@@ -110,6 +115,11 @@ class Attempt:
         if not self.done.done():
             self.hung_up = why
             self._settle(None)
+
+    def start_waiting_anew(self) -> None:
+        """The engine was held and goes on: the wait for its next frame begins now."""
+        if self.status:
+            self._deadline = max(self._deadline, self._loop.time() + self._timeouts.idle_seconds)
 
     def release(self) -> None:
         """Its caller is done with it, for whatever reason."""
@@ -189,6 +199,8 @@ class Attempt:
         self._timer = None
         if self.done.done():
             return
+        if self.status and self._is_held():
+            self._deadline = self._loop.time() + self._timeouts.idle_seconds
         if self._loop.time() >= self._deadline:
             self._settle(Silence(answered=self.status != 0))
         else:

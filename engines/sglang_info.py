@@ -41,6 +41,7 @@ class ServerInfo(msgspec.Struct):
     page_size: int
     max_req_input_len: int
     model_path: str
+    served_model_name: str = ""
     context_length: int | None = None
     dp_size: int = 1
     incremental_streaming_output: bool = False
@@ -153,7 +154,8 @@ def engine_info(server: ServerInfo, model: ModelInfo, loads: Loads, vocabulary_s
     context = server.max_req_input_len + _INPUT_RESERVE_TOKENS
     return EngineInfo(
         incarnation=incarnation(server),
-        model=model.served_model_name,
+        # Loading weights from a path renames the model in /model_info; /server_info keeps the name it was started with.
+        model=server.served_model_name or model.served_model_name,
         server_version=server.version,
         page_size_tokens=server.page_size,
         kv_capacity_tokens=sum(rank.max_total_num_tokens for rank in loads.loads),

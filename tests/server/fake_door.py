@@ -15,6 +15,7 @@ from rolloutd.engines.base import (
     Progress,
     Slice,
 )
+from rolloutd.engines.control import PauseMode, WeightsLoaded
 
 
 def tokens(count: int, first: int = 1) -> bytes:
@@ -45,6 +46,11 @@ class FakeDoor:
         self.started = asyncio.Condition()
         self.crash: Exception | None = None
         self.extras_bytes = 0
+        self.controls: list[tuple[object, ...]] = []  # control calls in order, with their arguments
+        self.control_faults: dict[str, EngineFault] = {}  # by name of the call: raised until taken out
+        self.paused: PauseMode | None = None
+        self.flushes = True  # what `flush` answers, and whether a load that asks for one gets it
+        self.version = "default"
 
     async def register(self) -> EngineInfo:
         self.registrations += 1
@@ -61,7 +67,7 @@ class FakeDoor:
             context_tokens=self.context_tokens,
             max_prompt_tokens=self.context_tokens - 1,
             vocabulary_size=1000,
-            weight_version="default",
+            weight_version=self.version,
             incremental_streaming=True,
             kv_cache_bytes=100 << 20,
             warnings=("page size 1 costs hits",),
@@ -108,6 +114,51 @@ class FakeDoor:
             if not end.done():
                 end.set_exception(EngineFault(FaultKind.BROKEN, "closed"))
 
+    # -- control -----------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode) -> None:
+        self._control("pause", mode)
+        self.paused = mode
+        if mode is PauseMode.ABORT:
+            for attempt_id, end in self.running.items():
+                if not end.done():
+                    end.set_result(Slice(attempt_id, b"", "abort"))
+
+    async def resume(self) -> None:
+        self._control("resume")
+        self.paused = None
+
+    async def flush(self, timeout_seconds: float) -> bool:
+        self._control("flush", timeout_seconds)
+        return self.flushes
+
+    async def load_weights(self, path: str, version: str, *, flush: bool) -> WeightsLoaded:
+        self._control("load_weights", path, version, flush)
+        flushed = flush and self.flushes
+        if flushed or not flush:
+            self.version = version
+        return WeightsLoaded(flushed)
+
+    async def begin_update(self) -> None:
+        self._control("begin_update")
+
+    async def end_update(self) -> None:
+        self._control("end_update")
+
+    async def name_version(self, version: str) -> None:
+        self._control("name_version", version)
+        self.version = version
+
+    async def weight_version(self) -> str:
+        self._control("weight_version")
+        return self.version
+
+    async def release_memory(self, tags: tuple[str, ...]) -> None:
+        self._control("release_memory", *tags)
+
+    async def resume_memory(self, tags: tuple[str, ...]) -> None:
+        self._control("resume_memory", *tags)
+
     # -- for tests ---------------------------------------------------------------------------------------------------
 
     async def wait_running(self, count: int) -> list[AttemptRequest]:
@@ -139,13 +190,19 @@ class FakeDoor:
             finish_reason="length",
             logprob_bytes=struct.pack(f"<{count}f", *([-0.5] * count)) if request.logprobs else b"",
             prompt_tokens=len(request.token_bytes) // 4,
-            version_spans=(("default", 0, count),),
+            version_spans=((self.version, 0, count),),
             prompt_logprob_bytes=b"\0" * len(request.token_bytes) if request.prompt_logprobs_from is not None else b"",
             extras={"bulk": "x" * self.extras_bytes} if self.extras_bytes else {},
         )
 
     def _progress_of(self, request: AttemptRequest, generated_tokens: int) -> Progress:
         return Progress(request.attempt_id, generated_tokens, len(request.token_bytes) // 4, 0)
+
+    def _control(self, call: str, *arguments: object) -> None:
+        self._reach()
+        self.controls.append((call, *arguments))
+        if call in self.control_faults:
+            raise self.control_faults[call]
 
     def _reach(self) -> None:
         if not self.reachable:
