@@ -150,9 +150,11 @@ class EngineService(EngineServiceServicer):
 
 def _fill(message: Engine, view: EngineView) -> None:
     """What the core knows of a registered engine."""
-    message.state = _STATES[view.state]
+    message.state = ENGINE_STATE_PAUSED if view.state == "ready" and view.held_because else _STATES[view.state]
     message.incarnation = view.incarnation
     message.engine_policy_version = view.engine_version
+    message.policy_version = view.policy_version
+    message.held_because = view.held_because
     message.slots = view.slots
     message.kv_capacity_tokens = view.kv_capacity_tokens
     message.kv_used_tokens = view.kv_used_tokens
