@@ -3,7 +3,7 @@
 Invariants
 - A watcher first hears of every engine that has a state, then of changes, then of one end, after which nothing comes.
 - A slow watcher blocks nobody and holds bounded memory: beyond `MAX_PENDING` it keeps the newest state per engine.
-- A publication is kept from its acceptance to its end; the core ends every one that it accepted.
+- A publication is kept from its acceptance, or the first that is heard of it, to its end; the core ends every one.
 
 What this module does not know: gRPC, and what a publication does.
 """
@@ -14,13 +14,10 @@ import asyncio
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rolloutd.scheduler import actions, events
 from rolloutd.scheduler.refusal import Refusal
-from rolloutd.scheduler.spec import PolicyUpdate
-from rolloutd.scheduler.states import UpdateState
-from rolloutd.server.logging import get_logger
 from rolloutd.server.loop import RunLoop, refusal_of
 
 MAX_PENDING = 256
@@ -30,9 +27,10 @@ Key = tuple[str, str, int]  # run, pool, version
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One engine went on."""
+    """One engine went on. `engine_count`: engines that were heard of by then."""
 
     elapsed_seconds: float
+    engine_count: int
     progress: actions.PublishProgress
 
 
@@ -41,6 +39,7 @@ class End:
     """It is over. `failures`: what was last told of each engine that failed."""
 
     elapsed_seconds: float
+    engine_count: int
     ended: actions.PublishEnded
     failures: Mapping[str, actions.PublishProgress]
 
@@ -80,7 +79,6 @@ class Watcher:
 @dataclass(slots=True)
 class _Publication:
     accepted_at: float
-    update: PolicyUpdate
     engines: dict[str, Step] = field(default_factory=dict)
 
 
@@ -91,7 +89,6 @@ class Publications:
         self._loop = loop
         self._active: dict[Key, _Publication] = {}
         self._watchers: dict[Key, set[Watcher]] = {}
-        self._log = get_logger("publications")
         loop.observers.append(self.observe)
 
     @contextmanager
@@ -99,9 +96,10 @@ class Publications:
         """Watch a publication that is active, or is about to be posted."""
         key = (run_id, pool, version)
         watcher = Watcher()
-        active = self._active.get(key)
-        for step in active.engines.values() if active is not None else ():
-            watcher.put(step)
+        if key in self._active:
+            engines = self._active[key].engines
+            for step in engines.values():
+                watcher.put(replace(step, engine_count=len(engines)))
         self._watchers.setdefault(key, set()).add(watcher)
         try:
             yield watcher
@@ -128,56 +126,26 @@ class Publications:
                 self._end(action)
 
     def _accept(self, event: events.PublishPolicy) -> None:
-        update = event.update
-        key = (event.run_id, update.pool, update.version)
-        if key not in self._active:
-            self._active[key] = _Publication(self._loop.clock(), update)
-            self._log.info(
-                "publication_accepted",
-                run_id=event.run_id,
-                pool=update.pool,
-                version=update.version,
-                mode=update.mode.name.lower(),
-                cache=update.cache.name.lower(),
-                path=update.path,
-            )
+        key = (event.run_id, event.update.pool, event.update.version)
+        self._active.setdefault(key, _Publication(self._loop.clock()))
 
     def _step(self, progress: actions.PublishProgress) -> None:
+        now = self._loop.clock()
         key = (progress.run_id, progress.pool, progress.version)
-        active = self._active.get(key)
-        if active is None:  # an engine that came later gets the newest version, with nobody to watch
-            return
-        step = Step(self._loop.clock() - active.accepted_at, progress)
+        active = self._active.setdefault(key, _Publication(now))
+        count = len(active.engines.keys() | {progress.engine_id})
+        step = Step(now - active.accepted_at, count, progress)
         active.engines[progress.engine_id] = step
-        if progress.state is UpdateState.FAILED:
-            self._log.warning(
-                "engine_update_failed",
-                run_id=progress.run_id,
-                engine_id=progress.engine_id,
-                version=progress.version,
-                message=progress.message,
-            )
         for watcher in self._watchers.get(key, ()):
             watcher.put(step)
 
     def _end(self, ended: actions.PublishEnded) -> None:
+        now = self._loop.clock()
         key = (ended.run_id, ended.pool, ended.version)
-        active = self._active.pop(key, None)
-        if active is None:
-            return
+        active = self._active.pop(key, _Publication(now))
         failures = {
             engine_id: active.engines[engine_id].progress for engine_id in ended.failed if engine_id in active.engines
         }
-        end = End(self._loop.clock() - active.accepted_at, ended, failures)
-        write = self._log.warning if ended.failed else self._log.info
-        write(
-            "publication_ended",
-            run_id=ended.run_id,
-            pool=ended.pool,
-            version=ended.version,
-            seconds=end.elapsed_seconds,
-            updated=len(ended.updated),
-            failed=list(ended.failed),
-        )
+        end = End(now - active.accepted_at, len(active.engines), ended, failures)
         for watcher in self._watchers.get(key, ()):
             watcher.finish(end)

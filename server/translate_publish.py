@@ -36,7 +36,6 @@ def to_publish(message: PublishPolicyRequest) -> events.PublishPolicy:
     check = Checker()
     run_id = check.name("run_id", message.run_id, required=True)
     pool = check.name("pool", message.pool) or DEFAULT_POOL
-    _check_version(message.policy_version, check)
     source = message.WhichOneof("weights")
     path = message.disk_path
     if source is None:
@@ -50,14 +49,8 @@ def to_publish(message: PublishPolicyRequest) -> events.PublishPolicy:
     cache = check.enum("cache", message.cache, CacheHandling)
     if cache is None:
         cache = CacheHandling.NAMESPACE if mode is UpdateMode.IN_PLACE else CacheHandling.FLUSH
-    elif mode is UpdateMode.IN_PLACE and cache is CacheHandling.FLUSH:
-        check.wrong(
-            "cache",
-            "UPDATE_MODE_IN_PLACE keeps the KV of running work, which keeps an engine from dropping its cache: use "
-            "CACHE_HANDLING_NAMESPACE, or another mode",
-        )
     check.done()
-    update = PolicyUpdate(message.policy_version, path, mode, cache, pool, message.engines_at_once)
+    update = PolicyUpdate(message.version, path, mode, cache, pool, message.engines_at_once)
     return events.PublishPolicy(run_id, update, message.trainer_epoch)
 
 
@@ -66,18 +59,17 @@ def to_weights_pushed(message: ConfirmWeightsRequest) -> events.WeightsPushed:
     check = Checker()
     run_id = check.name("run_id", message.run_id, required=True)
     pool = check.name("pool", message.pool) or DEFAULT_POOL
-    _check_version(message.policy_version, check)
     if len(message.error) > MAX_ERROR_CHARACTERS:
         check.wrong("error", f"must have at most {MAX_ERROR_CHARACTERS} characters, has {len(message.error)}")
     check.done()
-    return events.WeightsPushed(
-        run_id, pool, message.policy_version, message.engine_id, message.error, message.trainer_epoch
-    )
+    return events.WeightsPushed(run_id, pool, message.version, message.engine_id, message.error, message.trainer_epoch)
 
 
 def to_publish_response(version: int, news: Step | End, url_of: UrlOf) -> PublishPolicyResponse:
     """One message to a watcher. `url_of`: the base URL of an engine, "" where it is gone."""
-    message = PublishPolicyResponse(policy_version=version, elapsed_seconds=news.elapsed_seconds)
+    message = PublishPolicyResponse(
+        policy_version=version, elapsed_seconds=news.elapsed_seconds, engine_count=news.engine_count
+    )
     if isinstance(news, Step):
         message.engine.CopyFrom(_engine_update(news.progress, url_of))
     else:
@@ -100,8 +92,3 @@ def _engine_update(progress: actions.PublishProgress, url_of: UrlOf) -> EngineUp
         message=progress.message,
         aborted_attempts=progress.aborted,
     )
-
-
-def _check_version(version: int, check: Checker) -> None:
-    if version < 1:
-        check.wrong("policy_version", f"must be 1 or more (0 is what engines were registered with), got {version}")

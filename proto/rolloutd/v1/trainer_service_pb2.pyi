@@ -32,11 +32,17 @@ class _UpdateModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_UpdateMode
     UPDATE_MODE_DRAIN: _UpdateMode.ValueType  # 1
     """It ends first, under the old weights; nothing new starts there meanwhile."""
     UPDATE_MODE_ABORT_AND_RESUME: _UpdateMode.ValueType  # 2
-    """It is interrupted at once; what it generated is kept and continued on any engine, by each rollout's on_preempt."""
+    """It is interrupted at once; what it generated is kept and continued on any engine, as far as its rollout may mix
+    versions, else computed anew.
+    """
     UPDATE_MODE_RETRACT: _UpdateMode.ValueType  # 3
-    """It stays, and prompt and output so far are computed again under the new weights. No token is lost."""
+    """It stays, and prompt and output so far are computed again under the new weights. Rollouts that may not mix versions
+    are interrupted.
+    """
     UPDATE_MODE_IN_PLACE: _UpdateMode.ValueType  # 4
-    """It stays and goes on at once; its KV so far is that of the old weights."""
+    """It stays and goes on at once; its KV so far is that of the old weights. Rollouts that may not mix versions are
+    interrupted.
+    """
 
 class UpdateMode(_UpdateMode, metaclass=_UpdateModeEnumTypeWrapper):
     """What happens to work that runs on an engine while its weights are replaced."""
@@ -46,11 +52,17 @@ UPDATE_MODE_UNSPECIFIED: UpdateMode.ValueType  # 0
 UPDATE_MODE_DRAIN: UpdateMode.ValueType  # 1
 """It ends first, under the old weights; nothing new starts there meanwhile."""
 UPDATE_MODE_ABORT_AND_RESUME: UpdateMode.ValueType  # 2
-"""It is interrupted at once; what it generated is kept and continued on any engine, by each rollout's on_preempt."""
+"""It is interrupted at once; what it generated is kept and continued on any engine, as far as its rollout may mix
+versions, else computed anew.
+"""
 UPDATE_MODE_RETRACT: UpdateMode.ValueType  # 3
-"""It stays, and prompt and output so far are computed again under the new weights. No token is lost."""
+"""It stays, and prompt and output so far are computed again under the new weights. Rollouts that may not mix versions
+are interrupted.
+"""
 UPDATE_MODE_IN_PLACE: UpdateMode.ValueType  # 4
-"""It stays and goes on at once; its KV so far is that of the old weights."""
+"""It stays and goes on at once; its KV so far is that of the old weights. Rollouts that may not mix versions are
+interrupted.
+"""
 Global___UpdateMode: _TypeAlias = UpdateMode  # noqa: Y015
 
 class _CacheHandling:
@@ -60,29 +72,29 @@ class _CacheHandling:
 class _CacheHandlingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheHandling.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     CACHE_HANDLING_UNSPECIFIED: _CacheHandling.ValueType  # 0
-    """CACHE_HANDLING_NAMESPACE with UPDATE_MODE_IN_PLACE, where running work keeps the cache from being dropped; else
-    CACHE_HANDLING_FLUSH.
-    """
+    """CACHE_HANDLING_NAMESPACE with UPDATE_MODE_IN_PLACE, else CACHE_HANDLING_FLUSH."""
     CACHE_HANDLING_FLUSH: _CacheHandling.ValueType  # 1
-    """The engine drops its cache."""
+    """The engine drops its cache. Not with UPDATE_MODE_IN_PLACE, where running work stands on it."""
     CACHE_HANDLING_NAMESPACE: _CacheHandling.ValueType  # 2
-    """They stay where new work cannot match them, and make room as it needs theirs."""
+    """They stay where new work cannot match them, and give way as it needs their room. Not with UPDATE_MODE_RETRACT."""
     CACHE_HANDLING_KEEP: _CacheHandling.ValueType  # 3
-    """New work may match them: new tokens over old KV. Takes effect together with a positive prefix TTL in versions."""
+    """New work may match them: new tokens over old KV. Takes effect together with a positive prefix TTL in versions. Not
+    with UPDATE_MODE_RETRACT.
+    """
 
 class CacheHandling(_CacheHandling, metaclass=_CacheHandlingEnumTypeWrapper):
     """What becomes of the prefixes in an engine's cache that the old weights computed."""
 
 CACHE_HANDLING_UNSPECIFIED: CacheHandling.ValueType  # 0
-"""CACHE_HANDLING_NAMESPACE with UPDATE_MODE_IN_PLACE, where running work keeps the cache from being dropped; else
-CACHE_HANDLING_FLUSH.
-"""
+"""CACHE_HANDLING_NAMESPACE with UPDATE_MODE_IN_PLACE, else CACHE_HANDLING_FLUSH."""
 CACHE_HANDLING_FLUSH: CacheHandling.ValueType  # 1
-"""The engine drops its cache."""
+"""The engine drops its cache. Not with UPDATE_MODE_IN_PLACE, where running work stands on it."""
 CACHE_HANDLING_NAMESPACE: CacheHandling.ValueType  # 2
-"""They stay where new work cannot match them, and make room as it needs theirs."""
+"""They stay where new work cannot match them, and give way as it needs their room. Not with UPDATE_MODE_RETRACT."""
 CACHE_HANDLING_KEEP: CacheHandling.ValueType  # 3
-"""New work may match them: new tokens over old KV. Takes effect together with a positive prefix TTL in versions."""
+"""New work may match them: new tokens over old KV. Takes effect together with a positive prefix TTL in versions. Not
+with UPDATE_MODE_RETRACT.
+"""
 Global___CacheHandling: _TypeAlias = CacheHandling  # noqa: Y015
 
 class _UpdateState:
@@ -94,9 +106,9 @@ class _UpdateStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_UpdateSta
     UPDATE_STATE_UNSPECIFIED: _UpdateState.ValueType  # 0
     """Never sent."""
     UPDATE_STATE_WAITING: _UpdateState.ValueType  # 1
-    """For its turn; it still serves the version that it holds."""
+    """Waits for its turn; it still serves the version that it holds."""
     UPDATE_STATE_CLEARING: _UpdateState.ValueType  # 2
-    """For running work that must not see the new weights."""
+    """Waits for running work that must not see the new weights; nothing new starts there."""
     UPDATE_STATE_PAUSING: _UpdateState.ValueType  # 3
     """It is being paused."""
     UPDATE_STATE_FLUSHING: _UpdateState.ValueType  # 4
@@ -112,9 +124,9 @@ class _UpdateStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_UpdateSta
     UPDATE_STATE_RESUMING: _UpdateState.ValueType  # 9
     """Generation goes on."""
     UPDATE_STATE_UPDATED: _UpdateState.ValueType  # 10
-    """It holds the version and takes work. Final."""
+    """It holds the version and takes work. The last of an engine."""
     UPDATE_STATE_FAILED: _UpdateState.ValueType  # 11
-    """It gets no work of this run until a publication succeeds there. Final."""
+    """It gets no work until a publication succeeds there. The last of an engine."""
 
 class UpdateState(_UpdateState, metaclass=_UpdateStateEnumTypeWrapper):
     """Where an engine is on its way to another policy version. Output only."""
@@ -122,9 +134,9 @@ class UpdateState(_UpdateState, metaclass=_UpdateStateEnumTypeWrapper):
 UPDATE_STATE_UNSPECIFIED: UpdateState.ValueType  # 0
 """Never sent."""
 UPDATE_STATE_WAITING: UpdateState.ValueType  # 1
-"""For its turn; it still serves the version that it holds."""
+"""Waits for its turn; it still serves the version that it holds."""
 UPDATE_STATE_CLEARING: UpdateState.ValueType  # 2
-"""For running work that must not see the new weights."""
+"""Waits for running work that must not see the new weights; nothing new starts there."""
 UPDATE_STATE_PAUSING: UpdateState.ValueType  # 3
 """It is being paused."""
 UPDATE_STATE_FLUSHING: UpdateState.ValueType  # 4
@@ -140,9 +152,9 @@ UPDATE_STATE_VERIFYING: UpdateState.ValueType  # 8
 UPDATE_STATE_RESUMING: UpdateState.ValueType  # 9
 """Generation goes on."""
 UPDATE_STATE_UPDATED: UpdateState.ValueType  # 10
-"""It holds the version and takes work. Final."""
+"""It holds the version and takes work. The last of an engine."""
 UPDATE_STATE_FAILED: UpdateState.ValueType  # 11
-"""It gets no work of this run until a publication succeeds there. Final."""
+"""It gets no work until a publication succeeds there. The last of an engine."""
 Global___UpdateState: _TypeAlias = UpdateState  # noqa: Y015
 
 @_typing.final
@@ -437,7 +449,7 @@ class PublishPolicyRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
-    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
     DISK_PATH_FIELD_NUMBER: _builtins.int
     PUSHED_FIELD_NUMBER: _builtins.int
@@ -448,7 +460,7 @@ class PublishPolicyRequest(_message.Message):
     """The run. Required. Created with the server's defaults when it does not exist."""
     trainer_epoch: _builtins.int
     """See Hello.trainer_epoch."""
-    policy_version: _builtins.int
+    version: _builtins.int
     """The version that the weights get, above every one published before in this run and pool; or the newest one again,
     to watch it or to try again where it failed. 1 or more; engines know it by its decimal digits. Required.
     """
@@ -471,7 +483,7 @@ class PublishPolicyRequest(_message.Message):
         *,
         run_id: _builtins.str = ...,
         trainer_epoch: _builtins.int = ...,
-        policy_version: _builtins.int = ...,
+        version: _builtins.int = ...,
         pool: _builtins.str = ...,
         disk_path: _builtins.str = ...,
         pushed: Global___PushedWeights | None = ...,
@@ -481,7 +493,7 @@ class PublishPolicyRequest(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["disk_path", b"disk_path", "pushed", b"pushed", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "disk_path", b"disk_path", "engines_at_once", b"engines_at_once", "mode", b"mode", "policy_version", b"policy_version", "pool", b"pool", "pushed", b"pushed", "run_id", b"run_id", "trainer_epoch", b"trainer_epoch", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "disk_path", b"disk_path", "engines_at_once", b"engines_at_once", "mode", b"mode", "pool", b"pool", "pushed", b"pushed", "run_id", b"run_id", "trainer_epoch", b"trainer_epoch", "version", b"version", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_weights: _TypeAlias = _typing.Literal["disk_path", "pushed"]  # noqa: Y015
     _WhichOneofArgType_weights: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
@@ -497,16 +509,19 @@ class PublishPolicyResponse(_message.Message):
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     ELAPSED_SECONDS_FIELD_NUMBER: _builtins.int
+    ENGINE_COUNT_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     SUMMARY_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """The version being published."""
     elapsed_seconds: _builtins.float
     """Since the publication was accepted, also where this call joined it later."""
+    engine_count: _builtins.int
+    """Engines that have a state in it by now."""
     @_builtins.property
     def engine(self) -> Global___EngineUpdate:
-        """An engine went on. A call begins with the state of every engine, as far as there is one; states that a slow
-        reader has not fetched are replaced by newer ones of the same engine.
+        """An engine went on. A call begins with the state of every engine that has one; states that a slow reader has not
+        fetched are replaced by newer ones of the same engine.
         """
 
     @_builtins.property
@@ -518,12 +533,13 @@ class PublishPolicyResponse(_message.Message):
         *,
         policy_version: _builtins.int = ...,
         elapsed_seconds: _builtins.float = ...,
+        engine_count: _builtins.int = ...,
         engine: Global___EngineUpdate | None = ...,
         summary: Global___PublishSummary | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "summary", b"summary", "update", b"update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed_seconds", b"elapsed_seconds", "engine", b"engine", "policy_version", b"policy_version", "summary", b"summary", "update", b"update"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed_seconds", b"elapsed_seconds", "engine", b"engine", "engine_count", b"engine_count", "policy_version", b"policy_version", "summary", b"summary", "update", b"update"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType_update: _TypeAlias = _typing.Literal["engine", "summary"]  # noqa: Y015
     _WhichOneofArgType_update: _TypeAlias = _typing.Literal["update", b"update"]  # noqa: Y015
@@ -583,7 +599,7 @@ class PublishSummary(_message.Message):
 
     @_builtins.property
     def failed(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineUpdate]:
-        """Engines that do not. They get no work until a publication succeeds there: call again."""
+        """Engines that do not, and why."""
 
     def __init__(
         self,
@@ -607,7 +623,7 @@ class ConfirmWeightsRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
-    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
     POOL_FIELD_NUMBER: _builtins.int
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
@@ -615,7 +631,7 @@ class ConfirmWeightsRequest(_message.Message):
     """The run. Required."""
     trainer_epoch: _builtins.int
     """See Hello.trainer_epoch."""
-    policy_version: _builtins.int
+    version: _builtins.int
     """The version being published. Required."""
     pool: _builtins.str
     """The pool. Empty: "policy"."""
@@ -628,14 +644,14 @@ class ConfirmWeightsRequest(_message.Message):
         *,
         run_id: _builtins.str = ...,
         trainer_epoch: _builtins.int = ...,
-        policy_version: _builtins.int = ...,
+        version: _builtins.int = ...,
         pool: _builtins.str = ...,
         engine_id: _builtins.str = ...,
         error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "error", b"error", "policy_version", b"policy_version", "pool", b"pool", "run_id", b"run_id", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "error", b"error", "pool", b"pool", "run_id", b"run_id", "trainer_epoch", b"trainer_epoch", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

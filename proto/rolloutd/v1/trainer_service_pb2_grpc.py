@@ -91,9 +91,10 @@ class TrainerServiceServicer(object):
 
     def PublishPolicy(self, request, context):
         """Gives the engines of a pool a new policy version, and tells how each of them gets on; the last message is the
-        summary. Publications of one pool follow each other. A caller that goes away does not stop one: the same request
-        again watches it, and once it is over ends at once where every engine holds the version, else tries the others
-        again. A version below the newest one is FAILED_PRECONDITION, VERSION_BACKWARDS.
+        summary. Publications of a pool follow each other. A caller that goes away does not stop one: the same request
+        again watches it. Once it is over, the same request ends at once where every engine holds the version, else tries
+        those again that do not. Engines that come later get a version from disk by themselves. A version below the newest
+        one is FAILED_PRECONDITION, VERSION_BACKWARDS.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
