@@ -53,6 +53,9 @@ class Watcher:
         self._end: End | Refusal | None = None
         self._wake = asyncio.Event()
 
+    def __len__(self) -> int:
+        return len(self._steps)
+
     def put(self, step: Step) -> None:
         self._steps.append(step)
         if len(self._steps) > self._limit:
@@ -62,9 +65,10 @@ class Watcher:
         self._wake.set()
 
     def finish(self, end: End | Refusal) -> None:
-        """Nothing comes after what was put; a refusal says that the watch ends before the publication does."""
-        self._end = end
-        self._wake.set()
+        """Nothing comes after what was put; a refusal says that the watch ends before the publication does. The first wins."""
+        if self._end is None:
+            self._end = end
+            self._wake.set()
 
     async def next(self) -> Step | End | Refusal:
         """The next step, or the end."""
@@ -90,6 +94,11 @@ class Publications:
         self._active: dict[Key, _Publication] = {}
         self._watchers: dict[Key, set[Watcher]] = {}
         loop.observers.append(self.observe)
+
+    @property
+    def watched(self) -> int:
+        """Publications that somebody watches."""
+        return len(self._watchers)
 
     @contextmanager
     def watch(self, run_id: str, pool: str, version: int) -> Iterator[Watcher]:

@@ -12,7 +12,7 @@ from rolloutd.engines.base import EngineFault
 from rolloutd.engines.base import FaultKind as DoorFault
 from rolloutd.engines.control import PauseMode as DoorPause
 from rolloutd.scheduler import events
-from rolloutd.scheduler.actions import Action, Control
+from rolloutd.scheduler.actions import Action, Control, Dispatch
 from rolloutd.scheduler.states import FaultKind, PauseMode, Verb
 from rolloutd.server.controlling import FLUSH_SECONDS
 from tests.server.fake_door import FakeDoor
@@ -151,8 +151,6 @@ async def test_a_call_that_the_end_of_the_loop_cuts_off_is_not_told_and_starts_n
 
 
 async def test_the_namespace_of_an_attempt_reaches_the_door(bench: Bench) -> None:
-    from rolloutd.scheduler.actions import Dispatch
-
     ask(
         bench,
         Dispatch("a" * 32, "e", 1, "run", "r", b"\1\0\0\0", None, 8, {}, False, 0, None, {}, cache_salt="5"),

@@ -33,11 +33,13 @@ class _EngineStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EngineSta
     ENGINE_STATE_READY: _EngineState.ValueType  # 2
     """Takes work."""
     ENGINE_STATE_PAUSED: _EngineState.ValueType  # 3
-    """Alive, but takes nothing new: it is paused or busy by its own account, or held (see Engine.held_because)."""
+    """Alive, but takes nothing new: it is paused or busy by its own account."""
     ENGINE_STATE_DRAINING: _EngineState.ValueType  # 4
     """Takes nothing new because DrainEngine was called."""
     ENGINE_STATE_DOWN: _EngineState.ValueType  # 5
     """Does not answer, or failed too often; tried again after a while."""
+    ENGINE_STATE_HELD: _EngineState.ValueType  # 6
+    """Alive, and given nothing new until it holds the right weights or has its memory back; see Engine.held_because."""
 
 class EngineState(_EngineState, metaclass=_EngineStateEnumTypeWrapper):
     """Whether an engine takes work. Output only."""
@@ -49,11 +51,13 @@ ENGINE_STATE_STARTING: EngineState.ValueType  # 1
 ENGINE_STATE_READY: EngineState.ValueType  # 2
 """Takes work."""
 ENGINE_STATE_PAUSED: EngineState.ValueType  # 3
-"""Alive, but takes nothing new: it is paused or busy by its own account, or held (see Engine.held_because)."""
+"""Alive, but takes nothing new: it is paused or busy by its own account."""
 ENGINE_STATE_DRAINING: EngineState.ValueType  # 4
 """Takes nothing new because DrainEngine was called."""
 ENGINE_STATE_DOWN: EngineState.ValueType  # 5
 """Does not answer, or failed too often; tried again after a while."""
+ENGINE_STATE_HELD: EngineState.ValueType  # 6
+"""Alive, and given nothing new until it holds the right weights or has its memory back; see Engine.held_because."""
 Global___EngineState: _TypeAlias = EngineState  # noqa: Y015
 
 class _BreakerState:
@@ -188,8 +192,8 @@ class Engine(_message.Message):
     last_error_age_seconds: _builtins.float
     """How long ago that was. 0: no fault."""
     held_because: _builtins.str
-    """Why it gets no work although it is there: it gets other weights, has not acknowledged the run's policy version, or
-    has lent its memory to the trainer. For a person. Empty: it is not held.
+    """Why it is held: it gets other weights, has not acknowledged the run's policy version, or has lent its memory to the
+    trainer. For a person. Empty: it is not held.
     """
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
