@@ -56,6 +56,9 @@ def confirm(world: World, run: Run, event: WeightsPushed) -> Refusal | None:
     """The trainer pushed its weights to engines, or failed to."""
     lineage = run.lineages.get(event.pool)
     publication = lineage.active if lineage is not None else None
+    last = lineage.last if lineage is not None else None
+    if publication is None and last is not None and last.version == event.version and not last.path:
+        return None  # it is over: told again because the answer was lost
     if publication is None or publication.update.version != event.version or publication.update.path:
         message = f"version {event.version} is not being pushed to pool {event.pool!r} of run {run.run_id!r}"
         return Refusal(Code.FAILED_PRECONDITION, "NOT_PUSHING", message)
@@ -66,6 +69,10 @@ def confirm(world: World, run: Run, event: WeightsPushed) -> Refusal | None:
             "ENGINE_NOT_FOUND",
             f"engine_id: {event.engine_id!r} takes no part in the publication of version {event.version}",
         )
+    early = [one.engine.engine_id for one in wanted if updating.not_open(world, one)]
+    if event.engine_id and early:
+        message = f"engine {event.engine_id!r} does not wait for weights yet; push them once its state is PUSHING"
+        return Refusal(Code.FAILED_PRECONDITION, "NOT_PUSHING", message)
     for one in wanted:
         updating.pushed(world, one, event.error)
     return None

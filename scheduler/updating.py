@@ -102,6 +102,13 @@ def due(world: World, update: EngineUpdate) -> None:
         _fail(world, update, f"no answer within {world.config.publish.call_seconds:g} s")
 
 
+def not_open(world: World, update: EngineUpdate) -> bool:
+    """Whether it is too early to push weights there."""
+    verb = world.controls.get(update.engine.control_id)
+    opens = verb is Verb.BEGIN or (verb is Verb.END and update.end_first)
+    return update.waiting or update.state in UNTOUCHED or opens
+
+
 def pushed(world: World, update: EngineUpdate, error: str) -> None:
     """The trainer says that its weights are there, or why they are not."""
     if update.state is not UpdateState.PUSHING or update.engine.control_id:
@@ -212,7 +219,8 @@ def _change(world: World, update: EngineUpdate) -> None:
         _call(world, update, Verb.LOAD)
     else:
         update.tries = 0
-        _enter(world, update, UpdateState.PUSHING)
+        update.state = UpdateState.PUSHING  # told once the engine is open for them
+        update.engine.note_held()
         _call(world, update, Verb.BEGIN)
 
 

@@ -3,6 +3,9 @@
 Invariants
 - An engine that cannot be reached is tried for ever, with growing pauses and jitter; only RemoveEngine forgets it.
 - "Busy" and "not ready" are never a loss: an engine is lost after `lose_failures` failed polls over `lose_seconds`.
+- A load report is passed on only while the engine is ready: in a pause it is frozen, and would tell of work that is not
+  running.
+- Readiness carries its age, so that an answer from before a pause or a resume is not taken for news.
 - The core hears of an engine only after it was registered; after any interruption it is registered anew, so that a
   restarted process is a new incarnation.
 
@@ -39,6 +42,7 @@ class SupervisedEngine:
     joined: bool = False  # the core knows it
     lost: bool = False  # the core was told that it is gone
     draining: bool = False
+    paused_by_us: bool = False  # it is not ready because the core holds it
     last_error: str = ""
     last_error_at: float = 0.0
     load: EngineLoad | None = None
@@ -143,6 +147,7 @@ class EngineManager:
         attempt = 0
         while True:
             alive = False
+            asked_at = self._loop.clock()
             try:
                 async with asyncio.timeout(self._register_timeout_seconds):
                     info = await engine.door.register()
@@ -156,7 +161,7 @@ class EngineManager:
                 return
             self._note_error(engine, problem)
             if engine.joined and alive:
-                self._loop.post(events.EngineReadiness(engine.engine_id, False))
+                self._loop.post(events.EngineReadiness(engine.engine_id, False, self._loop.clock() - asked_at))
             elif engine.joined:  # its door knows nothing of it any more, so nothing can be sent
                 self._lose(engine, problem)
             ceiling = min(
@@ -219,12 +224,14 @@ class EngineManager:
         prefilled_tokens_total = 0
         while True:
             await asyncio.sleep(self._settings.poll_seconds)
+            asked_at = clock()
             try:
                 load = await engine.door.load()
+                asked_at = clock()
                 now_ready = await engine.door.ready()
             except EngineFault as fault:
                 if fault.kind is FaultKind.BUSY:  # alive: not a failure, and no recovery to check either
-                    ready = self._set_ready(engine, ready, False)
+                    ready = self._set_ready(engine, ready, False, asked_at)
                     continue
                 failures += 1
                 failing_since = failing_since or clock()
@@ -236,20 +243,24 @@ class EngineManager:
             if failures or load.prefilled_tokens_total < prefilled_tokens_total:
                 return  # it was away, or counts from zero: it may be another process
             prefilled_tokens_total = load.prefilled_tokens_total
-            engine.load = load
-            self._loop.post(
-                events.EngineLoad(
-                    engine_id=engine.engine_id,
-                    running_rollouts=load.running_rollouts,
-                    waiting_rollouts=load.waiting_rollouts,
-                    kv_used_tokens=load.kv_used_tokens,
-                    kv_capacity_tokens=load.kv_capacity_tokens,
-                    generated_tokens_per_second=load.generated_tokens_per_second,
-                    prefilled_tokens_total=load.prefilled_tokens_total,
-                    prefill_busy_seconds_total=load.prefill_busy_seconds_total,
-                )
+            if now_ready:
+                self._report(engine, load)
+            ready = self._set_ready(engine, ready, now_ready, asked_at)
+
+    def _report(self, engine: SupervisedEngine, load: EngineLoad) -> None:
+        engine.load = load
+        self._loop.post(
+            events.EngineLoad(
+                engine_id=engine.engine_id,
+                running_rollouts=load.running_rollouts,
+                waiting_rollouts=load.waiting_rollouts,
+                kv_used_tokens=load.kv_used_tokens,
+                kv_capacity_tokens=load.kv_capacity_tokens,
+                generated_tokens_per_second=load.generated_tokens_per_second,
+                prefilled_tokens_total=load.prefilled_tokens_total,
+                prefill_busy_seconds_total=load.prefill_busy_seconds_total,
             )
-            ready = self._set_ready(engine, ready, now_ready)
+        )
 
     def _lose(self, engine: SupervisedEngine, message: str) -> None:
         """Tell the core, once, until it joins again."""
@@ -258,11 +269,18 @@ class EngineManager:
             self._loop.post(events.LoseEngine(engine.engine_id, message))
             self._log.warning("engine_lost", engine_id=engine.engine_id, message=message)
 
-    def _set_ready(self, engine: SupervisedEngine, before: bool, ready: bool) -> bool:
+    def _set_ready(self, engine: SupervisedEngine, before: bool, ready: bool, asked_at: float) -> bool:
         if ready is not before:
-            self._loop.post(events.EngineReadiness(engine.engine_id, ready))
-            self._log.info("engine_readiness", engine_id=engine.engine_id, ready=ready)
+            # A publication pauses every engine once: that is said there, and would be noise here.
+            by_us = not ready and self._is_held(engine)
+            if not (by_us or engine.paused_by_us):
+                self._log.info("engine_readiness", engine_id=engine.engine_id, ready=ready)
+            engine.paused_by_us = by_us
+            self._loop.post(events.EngineReadiness(engine.engine_id, ready, self._loop.clock() - asked_at))
         return ready
+
+    def _is_held(self, engine: SupervisedEngine) -> bool:
+        return any(view.held_because for view in self._loop.core.engine_views() if view.engine_id == engine.engine_id)
 
     def _note_error(self, engine: SupervisedEngine, message: str) -> None:
         if message != engine.last_error:

@@ -22,6 +22,7 @@ from rolloutd.v1 import (
     BREAKER_STATE_OPEN,
     ENGINE_STATE_DOWN,
     ENGINE_STATE_DRAINING,
+    ENGINE_STATE_HELD,
     ENGINE_STATE_PAUSED,
     ENGINE_STATE_READY,
     ENGINE_STATE_STARTING,
@@ -41,6 +42,7 @@ from rolloutd.v1 import (
 
 _STATES = {
     "ready": ENGINE_STATE_READY,
+    "held": ENGINE_STATE_HELD,
     "not_ready": ENGINE_STATE_PAUSED,
     "lost": ENGINE_STATE_DOWN,
     "broken": ENGINE_STATE_DOWN,
@@ -153,6 +155,8 @@ def _fill(message: Engine, view: EngineView) -> None:
     message.state = _STATES[view.state]
     message.incarnation = view.incarnation
     message.engine_policy_version = view.engine_version
+    message.policy_version = view.policy_version
+    message.held_because = view.held_because
     message.slots = view.slots
     message.kv_capacity_tokens = view.kv_capacity_tokens
     message.kv_used_tokens = view.kv_used_tokens

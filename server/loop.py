@@ -4,10 +4,11 @@ Invariants
 - The core is entered by one caller at a time, on one thread, and never from inside itself: performing an action posts
   nothing synchronously.
 - Every dispatch reports exactly one end to the core, whatever happens to its task: a slice, a fault, an exception
-  (BROKEN, with an error in the log) or a cancellation.
+  (BROKEN, with an error in the log) or a cancellation. So does every control call, except at the very end: what the
+  loop's own end cuts off is not told.
 - Scheduling happens on `Tick` only. A tick follows the burst that wanted it, no later than `scheduling_interval_ms`
   after it and, while ticks are dear, not before the loop had as much time for everything else as the last tick took.
-- A door that was removed is closed when its last attempt has ended.
+- A door that was removed is closed when its last attempt and its last control call have ended.
 
 What this module does not know: gRPC, protobuf, and what the core decides.
 """
@@ -28,6 +29,7 @@ from rolloutd.scheduler.machine import Scheduler
 from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.result import Piece
 from rolloutd.scheduler.states import FaultKind
+from rolloutd.server.controlling import FAULTS, carry_out
 from rolloutd.server.logging import get_logger
 from rolloutd.server.outbox import Outbox
 
@@ -40,14 +42,6 @@ MIN_TIMER_SECONDS = 0.001
 # Pause after a scheduling pass that raised.
 FAILED_TICK_SECONDS = 1.0
 
-_FAULTS = {
-    DoorFault.REFUSED: FaultKind.REFUSED,
-    DoorFault.BUSY: FaultKind.BUSY,
-    DoorFault.UNREACHED: FaultKind.UNREACHED,
-    DoorFault.BROKEN: FaultKind.BROKEN,
-    DoorFault.SILENT: FaultKind.SILENT,
-}
-
 Observer = Callable[[events.Event, list[actions.Action]], None]
 
 
@@ -55,6 +49,7 @@ Observer = Callable[[events.Event, list[actions.Action]], None]
 class _Door:
     door: Engine
     attempts: int = 0
+    controls: int = 0
     removed: bool = False
 
 
@@ -70,7 +65,7 @@ class RunLoop:
         self._doors: dict[str, _Door] = {}
         self._outboxes: dict[tuple[str, str], Outbox] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._attempts = 0
+        self._calls = 0  # attempts and control calls
         self._idle = asyncio.Event()
         self._idle.set()
         self._tick_waiters: list[asyncio.Future[None]] = []
@@ -130,7 +125,7 @@ class RunLoop:
         self._doors[engine_id] = _Door(door)
 
     def remove_door(self, engine_id: str) -> None:
-        """Forget a door; it is closed when its last attempt has ended."""
+        """Forget a door; it is closed when its last call has ended."""
         held = self._doors.pop(engine_id, None)
         if held is not None:
             held.removed = True
@@ -165,12 +160,12 @@ class RunLoop:
 
     def is_quiet(self) -> bool:
         """Whether nothing is on an engine and nothing waits to be."""
-        if self._attempts or self.core.wants_tick:
+        if self._calls or self.core.wants_tick:
             return False
         return not any(self.core.statistics().queued.values())
 
     async def wait_idle(self) -> None:
-        """Return when no attempt is on an engine."""
+        """Return when no attempt and no control call is on an engine."""
         await self._idle.wait()
 
     async def close(self) -> None:
@@ -204,8 +199,7 @@ class RunLoop:
                 if outbox is not None:
                     outbox.put(action, self.clock())
             case actions.Dispatch():
-                self._attempts += 1
-                self._idle.clear()
+                self._begin_call()
                 held = self._doors.get(action.engine_id)
                 if held is not None:
                     held.attempts += 1
@@ -214,6 +208,14 @@ class RunLoop:
                 held = self._doors.get(action.engine_id)
                 if held is not None:
                     self.spawn(self._abort(action, held.door), f"abort {action.attempt_id}")
+            case actions.Control():
+                if self._closed:  # asked for by the end of something that was hung up
+                    return
+                self._begin_call()
+                held = self._doors.get(action.engine_id)
+                if held is not None:
+                    held.controls += 1
+                self.spawn(self._control(action, held), f"{action.verb.name.lower()} {action.engine_id}")
             case actions.EndStream():
                 outbox = self._outboxes.get((action.run_id, action.consumer_id))
                 if outbox is not None:
@@ -221,8 +223,8 @@ class RunLoop:
             case actions.Record():
                 write = self._log.warning if action.level == "warning" else self._log.info
                 write(action.event, **action.fields)
-            case actions.Refuse():
-                pass  # the caller of post() reads it
+            case actions.Refuse() | actions.PublishProgress() | actions.PublishEnded():
+                pass  # the caller of post() and the observers read them
 
     async def _attempt(self, dispatch: actions.Dispatch, held: _Door | None) -> None:
         end: events.Event
@@ -234,7 +236,7 @@ class RunLoop:
             end = events.AttemptEnded(dispatch.attempt_id, _piece(piece))
         except EngineFault as fault:
             partial = _piece(fault.partial) if fault.partial is not None else None
-            end = events.AttemptFailed(dispatch.attempt_id, _FAULTS[fault.kind], fault.message, partial)
+            end = events.AttemptFailed(dispatch.attempt_id, FAULTS[fault.kind], fault.message, partial)
         except asyncio.CancelledError:
             self._attempt_over(events.AttemptFailed(dispatch.attempt_id, FaultKind.BROKEN, "hung up"), held)
             raise
@@ -249,14 +251,32 @@ class RunLoop:
         self._attempt_over(end, held)
 
     def _attempt_over(self, end: events.Event, held: _Door | None) -> None:
-        self._attempts -= 1
         if held is not None:
             held.attempts -= 1
-            self._close_if_unused(held)
+        self._end_call(end, held)
+
+    async def _control(self, control: actions.Control, held: _Door | None) -> None:
+        end: events.Event | None = None
         try:
-            self.post(end)
+            end = await carry_out(control, held.door if held is not None else None)
         finally:
-            if self._attempts == 0:
+            if held is not None:
+                held.controls -= 1
+            self._end_call(end, held)
+
+    def _begin_call(self) -> None:
+        self._calls += 1
+        self._idle.clear()
+
+    def _end_call(self, end: events.Event | None, held: _Door | None) -> None:
+        self._calls -= 1
+        try:
+            if end is not None:
+                self.post(end)  # may ask for another call to the same engine
+        finally:
+            if held is not None:
+                self._close_if_unused(held)
+            if self._calls == 0:
                 self._idle.set()
 
     async def _abort(self, abort: actions.Abort, door: Engine) -> None:
@@ -268,7 +288,7 @@ class RunLoop:
             )
 
     def _close_if_unused(self, held: _Door) -> None:
-        if held.removed and held.attempts == 0:
+        if held.removed and held.attempts == 0 and held.controls == 0:
             self.spawn(held.door.close(), f"close {held.door.url}")
 
     # -- ticks -------------------------------------------------------------------------------------------------------
@@ -377,6 +397,7 @@ def _request(dispatch: actions.Dispatch) -> AttemptRequest:
         top_logprobs=dispatch.top_logprobs,
         prompt_logprobs_from=dispatch.prompt_logprobs_from,
         engine_params=dispatch.engine_params,
+        cache_salt=dispatch.cache_salt,
     )
 
 

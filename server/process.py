@@ -39,6 +39,7 @@ from rolloutd.server.logging import configure_logging, get_logger
 from rolloutd.server.loop import RunLoop
 from rolloutd.server.metrics import Metrics
 from rolloutd.server.metrics_endpoint import MetricsEndpoint
+from rolloutd.server.publications import Publications
 from rolloutd.server.rollout_service import RolloutService
 from rolloutd.server.run_service import RunService
 from rolloutd.server.state import ServerState
@@ -85,7 +86,14 @@ class Server:
             random.Random(),
             register_timeout_seconds=config.scheduler.executor.timeout_seconds,
         )
-        self.state = ServerState(config, self.loop, self.engines, Tokenizers(config.pools), self.loop.clock())
+        self.state = ServerState(
+            config,
+            self.loop,
+            self.engines,
+            Tokenizers(config.pools),
+            Publications(self.loop),
+            self.loop.clock(),
+        )
         self.metrics = Metrics(self.state)
         self._endpoint: MetricsEndpoint | None = None
         self._decision_log: asyncio.Task[None] | None = None
@@ -153,6 +161,7 @@ class Server:
             self._log.warning("shutdown_grace_over")
         for outbox in self.loop.outboxes():
             outbox.finish(SHUTTING_DOWN)
+        self.state.publications.close(SHUTTING_DOWN)
         await self._grpc.stop(FLUSH_SECONDS)
         self._grpc = None
         await self.loop.close()

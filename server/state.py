@@ -17,6 +17,7 @@ from rolloutd.server.config import ServerConfig
 from rolloutd.server.engine_manager import EngineManager
 from rolloutd.server.errors import not_found
 from rolloutd.server.loop import RunLoop
+from rolloutd.server.publications import Publications
 from rolloutd.server.tokenizing import Tokenizers
 from rolloutd.server.translate_request import MAX_SAMPLES
 from rolloutd.v1 import Limits, ServerInfo
@@ -41,6 +42,7 @@ class ServerState:
     loop: RunLoop
     engines: EngineManager
     tokenizers: Tokenizers
+    publications: Publications
     started_at: float
     _draining: asyncio.Event = field(default_factory=asyncio.Event)
     version: str = field(default_factory=server_version)

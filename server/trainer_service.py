@@ -3,8 +3,9 @@
 Invariants
 - A budget given replaces the one before; what is absent in it is the server's default.
 - A step report is merged with the last one of its run here; the core always gets a whole report.
+- A publication goes on whether or not anybody watches it.
 
-What this module does not know: how budgets are enforced.
+What this module does not know: how budgets are enforced, and how an engine gets its weights.
 """
 
 from __future__ import annotations
@@ -12,16 +13,22 @@ from __future__ import annotations
 from typing import Any
 
 from rolloutd.scheduler import events
+from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.spec import Budget, StepReport
 from rolloutd.scheduler.states import RolloutClass
 from rolloutd.scheduler.views import RunView
-from rolloutd.server.errors import field_error, not_found
+from rolloutd.server.errors import SHUTTING_DOWN, field_error, not_found
 from rolloutd.server.handler import Refused, check, handler
+from rolloutd.server.publications import End
 from rolloutd.server.state import ServerState
+from rolloutd.server.translate_publish import to_publish, to_publish_response, to_weights_pushed
 from rolloutd.server.translate_run import fill_budget, from_budget, merge_report, to_budget
 from rolloutd.v1 import (
+    ConfirmWeightsRequest,
+    ConfirmWeightsResponse,
     GetBudgetRequest,
     GetBudgetResponse,
+    PublishPolicyRequest,
     ReportStepRequest,
     ReportStepResponse,
     SetBudgetRequest,
@@ -84,6 +91,31 @@ class TrainerService(TrainerServiceServicer):
             critical_unfinished=critical,
             policy_version=view.policy_version,
         )
+
+    @handler
+    async def PublishPolicy(self, request: PublishPolicyRequest, context: Any) -> None:  # type: ignore[override]
+        if self._state.draining:
+            raise Refused(SHUTTING_DOWN)
+        publish = to_publish(request)
+        update = publish.update
+        with self._state.publications.watch(publish.run_id, update.pool, update.version) as watcher:
+            check(self._loop.refusal(publish))
+            while True:
+                news = await watcher.next()
+                if isinstance(news, Refusal):
+                    raise Refused(news)
+                await context.write(to_publish_response(update.version, news, self._url_of))
+                if isinstance(news, End):
+                    return
+
+    @handler
+    async def ConfirmWeights(self, request: ConfirmWeightsRequest, context: Any) -> ConfirmWeightsResponse:
+        check(self._loop.refusal(to_weights_pushed(request)))
+        return ConfirmWeightsResponse(policy_version=self._state.policy_version(request.run_id))
+
+    def _url_of(self, engine_id: str) -> str:
+        engine = self._state.engines.get(engine_id)
+        return engine.settings.url if engine is not None else ""
 
     def _remember(self, run_id: str, epoch: int, report: StepReport) -> None:
         if run_id not in self._reports and len(self._reports) >= self._state.config.scheduler.delivery.max_runs:

@@ -13,6 +13,7 @@ from rolloutd.client.errors import (
     ClientClosed,
     Fenced,
     Problem,
+    PublishFailed,
     Refused,
     RolloutdError,
     RolloutFailed,
@@ -21,6 +22,7 @@ from rolloutd.client.errors import (
 )
 from rolloutd.client.handles import Results, Submission
 from rolloutd.client.prompts import Prompt
+from rolloutd.client.publishing import EngineUpdate, Publication, WeightPush
 from rolloutd.client.results import Acceptance, Notice, Progress, RolloutResult, Span, Times
 from rolloutd.client.submissions import GenerateOptions, RolloutOptions
 
@@ -29,12 +31,15 @@ __all__ = [
     "BalancedClient",
     "Client",
     "ClientClosed",
+    "EngineUpdate",
     "Fenced",
     "GenerateOptions",
     "Notice",
     "Problem",
     "Progress",
     "Prompt",
+    "Publication",
+    "PublishFailed",
     "Quota",
     "Refused",
     "Results",
@@ -47,6 +52,7 @@ __all__ = [
     "Submission",
     "Times",
     "Unauthorized",
+    "WeightPush",
     "connect",
     "connect_all",
 ]

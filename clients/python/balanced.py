@@ -166,6 +166,7 @@ class BalancedClient(Verbs):
     configure_run = _everywhere(Control.configure_run)
     set_budget = _everywhere(Control.set_budget)
     report_step = _everywhere(Control.report_step)
+    publish_and_wait = _everywhere(Control.publish_and_wait)
     pause_run = _everywhere(Control.pause_run)
     resume_run = _everywhere(Control.resume_run)
     end_run = _everywhere(Control.end_run)

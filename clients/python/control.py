@@ -14,6 +14,7 @@ import grpc
 from rolloutd import v1
 from rolloutd.client.connection import Connection, backoff_seconds, is_transient, logger, unavailable
 from rolloutd.client.errors import ClientClosed, error_of_problem, problem_of_status
+from rolloutd.client.publishing import Publishing
 from rolloutd.client.words import OnDisconnect, OnPreempt, RolloutClass, RolloutState, TaskType, TrainerState, number_of
 
 if TYPE_CHECKING:
@@ -33,8 +34,8 @@ class Quota(TypedDict, total=False):
     floor_rollouts: int
 
 
-class Control:
-    """Unary calls about one run, and about the server."""
+class Control(Publishing):
+    """Calls about one run, and about the server."""
 
     def __init__(self, target: str, run: str, epoch: int | None, reconnect_seconds: float) -> None:
         self.target = target

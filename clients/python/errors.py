@@ -6,6 +6,7 @@
     +-- Refused                   did the server answer "no"? `code`, `reason` and `fields` say why
     |   +-- Unauthorized          is it because of who I am (no key, wrong key, somebody else's run)?
     +-- RolloutFailed             did a rollout end without completing? `outcome` and `result` say how
+    +-- PublishFailed             did some engines not get a policy version? `failed` says which and why
     +-- ClientClosed              did I use, or wait on, a client after its `async with` block ended?
 
 Wrong arguments found before anything is sent raise ValueError or TypeError, as everywhere in Python.
@@ -24,6 +25,7 @@ from rolloutd import v1
 from rolloutd.client.words import Outcome
 
 if TYPE_CHECKING:
+    from rolloutd.client.publishing import EngineUpdate
     from rolloutd.client.results import RolloutResult
 
 STATUS_DETAILS_KEY = "grpc-status-details-bin"  # where google.rpc.Status travels, by gRPC's convention
@@ -88,6 +90,17 @@ class RolloutFailed(RolloutdError):
         super().__init__(f"rollout {result.rollout_id} ended as {result.outcome}{why}")
         self.result = result
         self.outcome: Outcome = result.outcome
+
+
+class PublishFailed(RolloutdError):
+    """A publication ended, and some engines do not hold its version. They get no work; publishing it again tries them again."""
+
+    def __init__(self, version: int, updated: tuple[str, ...], failed: tuple[EngineUpdate, ...]) -> None:
+        why = "; ".join(f"{engine.engine_id}: {engine.message or 'no reason given'}" for engine in failed)
+        super().__init__(f"version {version} is on {len(updated)} engines and failed on {len(failed)}: {why}")
+        self.version = version
+        self.updated = updated
+        self.failed = failed
 
 
 def problem_of_message(error: v1.Error) -> Problem:

@@ -13,13 +13,15 @@ round). Usable from several threads. Calls block the calling thread only; they a
 
 import asyncio
 import functools
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack
 
 from rolloutd.client import client as asyncio_client
-from rolloutd.client import handles
+from rolloutd.client import handles, publishing
 from rolloutd.client.access import PathLike
 from rolloutd.client.errors import RolloutdError
 from rolloutd.client.prompts import Prompt
@@ -106,6 +108,26 @@ class Submission:
     def accepted(self) -> Acceptance:
         """The server's answer; Refused when that is no."""
         return _run(self._submission.accepted())
+
+
+class WeightPush:
+    """See rolloutd.client.WeightPush."""
+
+    def __init__(self, push: publishing.WeightPush) -> None:
+        self._push = push
+        self.version = push.version
+
+    def engines(self) -> Iterator[publishing.EngineUpdate]:
+        """Each engine as soon as it waits for the weights, once; ends when the publication does."""
+        return _iterate(self._push.engines())
+
+    def ready(self) -> list[publishing.EngineUpdate]:
+        """The engines that wait, once all of them do whose turn it is; empty: nothing is left to push."""
+        return _run(self._push.ready())
+
+    def confirm(self, engine: publishing.EngineUpdate | str = "", *, error: str = "") -> None:
+        """The weights are on this engine (""; on all that wait), complete; or, with `error`, they are not and why."""
+        _run(self._push.confirm(engine, error=error))
 
 
 class Client:
@@ -199,6 +221,18 @@ class Client:
 
         _run(acknowledge())
 
+    @contextmanager
+    def pushing_weights(self, version: int, **options: Unpack[publishing.PublishOptions]) -> Iterator[WeightPush]:
+        """Publishes a version whose weights are sent inside the block. See the asyncio client."""
+        block = self._client.pushing_weights(version, **options)
+        push = _run(block.__aenter__())
+        try:
+            yield WeightPush(push)
+        except BaseException:
+            _run(block.__aexit__(*sys.exc_info()))
+            raise
+        _run(block.__aexit__(None, None, None))
+
     generate = _blocking(asyncio_client.Client.generate)
     generate_group = _blocking(asyncio_client.Client.generate_group)
     run_rollout = _blocking(asyncio_client.Client.run_rollout)
@@ -214,6 +248,9 @@ class Client:
     set_budget = _blocking(asyncio_client.Client.set_budget)
     get_budget = _blocking(asyncio_client.Client.get_budget)
     report_step = _blocking(asyncio_client.Client.report_step)
+    publish_policy = _iterating(asyncio_client.Client.publish_policy)
+    publish_and_wait = _blocking(asyncio_client.Client.publish_and_wait)
+    confirm_weights = _blocking(asyncio_client.Client.confirm_weights)
     get_rollout = _blocking(asyncio_client.Client.get_rollout)
     list_rollouts = _iterating(asyncio_client.Client.list_rollouts)
     explain = _blocking(asyncio_client.Client.explain)

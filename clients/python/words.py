@@ -17,6 +17,21 @@ OnDisconnect = Literal["keep", "cancel"]
 TrainerState = Literal["training", "waiting", "syncing", "paused"]
 RolloutState = Literal["queued", "held", "dispatched", "running", "stopping", "finished"]
 NoticeKind = Literal["no_capacity", "budget_changed", "budget_lease_expired", "draining", "results_expired"]
+UpdateMode = Literal["drain", "abort_and_resume", "retract", "in_place"]
+CacheHandling = Literal["flush", "namespace", "keep"]
+UpdateState = Literal[
+    "waiting",
+    "clearing",
+    "pausing",
+    "flushing",
+    "loading",
+    "pushing",
+    "naming",
+    "verifying",
+    "resuming",
+    "updated",
+    "failed",
+]
 FinishReason = Literal["stop", "length", "abort"]
 # "refused" is the client's own: the server refused the submission, so there is no rollout that could have ended.
 Outcome = Literal[

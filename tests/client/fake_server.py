@@ -96,6 +96,8 @@ class FakeServer(v1.RolloutServiceServicer, v1.RunServiceServicer, v1.TrainerSer
         self.runs_started: dict[str, int] = {}  # rollout id to how often it was started anew
         self.goodbyes = 0
         self.calls: list[Any] = []
+        # What each PublishPolicy call says; an event is waited for.
+        self.publications: list[list[v1.PublishPolicyResponse | Abort | asyncio.Event]] = []
         self._server: grpc.aio.Server | None = None
         self._changed = asyncio.Event()
 
@@ -421,6 +423,22 @@ class FakeServer(v1.RolloutServiceServicer, v1.RunServiceServicer, v1.TrainerSer
     async def ReportStep(self, request: v1.ReportStepRequest, context: Context) -> v1.ReportStepResponse:
         await self._note(request, context)
         return v1.ReportStepResponse(promoted_rollouts=2)
+
+    async def PublishPolicy(
+        self, request: v1.PublishPolicyRequest, context: Context
+    ) -> AsyncIterator[v1.PublishPolicyResponse]:
+        await self._note(request, context)
+        for news in self.publications.pop(0):
+            if isinstance(news, Abort):
+                await self._abort(context, news)
+            elif isinstance(news, asyncio.Event):
+                await news.wait()
+            else:
+                yield news
+
+    async def ConfirmWeights(self, request: v1.ConfirmWeightsRequest, context: Context) -> v1.ConfirmWeightsResponse:
+        await self._note(request, context)
+        return v1.ConfirmWeightsResponse(policy_version=request.version)
 
     async def ListEngines(self, request: v1.ListEnginesRequest, context: Context) -> v1.ListEnginesResponse:
         await self._note(request, context)

@@ -169,6 +169,9 @@ def test_prompts_that_cannot_be_sent(prompt: Any, error: type[Exception], messag
         (v1.NoticeKind, words.NoticeKind),
         (v1.FinishReason, words.FinishReason),
         (v1.Outcome, words.Outcome),
+        (v1.UpdateMode, words.UpdateMode),
+        (v1.CacheHandling, words.CacheHandling),
+        (v1.UpdateState, words.UpdateState),
     ],
 )
 def test_words_are_those_of_the_contract(enum: Any, literal: Any) -> None:

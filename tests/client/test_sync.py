@@ -55,8 +55,37 @@ def test_the_same_verbs_block(blocking_server: FakeServer) -> None:
         assert client.report_step(1, trainer_state="waiting").promoted_rollouts == 2
         assert [rollout.rollout_id for rollout in client.list_rollouts()] == ["x0", "x1", "x2"]
         assert next(iter(client.watch_run())).run_id == "r"
+        updated = v1.EngineUpdate(engine_id="e0", state=v1.UPDATE_STATE_UPDATED)
+        summary = v1.PublishPolicyResponse(policy_version=5, summary=v1.PublishSummary(updated_engine_ids=["e0"]))
+        blocking_server.publications = [
+            [v1.PublishPolicyResponse(policy_version=5, engine=updated), summary],
+            [summary],
+        ]
+        assert [update.state for update in client.publish_policy(5, path="/weights/5")] == ["updated"]
+        assert client.publish_and_wait(5, path="/weights/5").updated == ("e0",)
+        assert client.confirm_weights(5).policy_version == 5
     with pytest.raises(rolloutd.client.ClientClosed):
         client.generate([1], max_new_tokens=1)
+
+
+def test_weights_are_pushed_inside_a_block(blocking_server: FakeServer) -> None:
+    waiting = v1.EngineUpdate(engine_id="e0", url="http://e0:1", state=v1.UPDATE_STATE_PUSHING)
+    step = v1.PublishPolicyResponse(policy_version=5, engine_count=1, engine=waiting)
+    end = v1.PublishPolicyResponse(policy_version=5, summary=v1.PublishSummary(updated_engine_ids=["e0"]))
+    blocking_server.publications = [[step, end], [step, end], [step, end]]
+    with sync.Client(blocking_server.address, run="r") as client:
+        with client.pushing_weights(5) as push:
+            assert [engine.url for engine in push.ready()] == ["http://e0:1"]
+            push.confirm()
+        with client.pushing_weights(5) as push:
+            for engine in push.engines():
+                push.confirm(engine)
+        with pytest.raises(RuntimeError, match="no memory"), client.pushing_weights(5) as push:
+            push.ready()
+            raise RuntimeError("no memory")
+    confirmed = [call for call in blocking_server.calls if isinstance(call, v1.ConfirmWeightsRequest)]
+    assert [call.engine_id for call in confirmed] == ["", "e0", "e0"]
+    assert "no memory" in confirmed[-1].error
 
 
 def test_every_verb_of_the_asyncio_client_is_here() -> None:

@@ -25,7 +25,7 @@ RPCS = {
         "ExplainRollout",
     },
     "RunService": {"ConfigureRun", "GetRun", "ListRuns", "PauseRun", "ResumeRun", "EndRun", "WatchRun"},
-    "TrainerService": {"SetBudget", "GetBudget", "ReportStep"},
+    "TrainerService": {"SetBudget", "GetBudget", "ReportStep", "PublishPolicy", "ConfirmWeights"},
     "EngineService": {"ListEngines", "RegisterEngine", "DrainEngine", "RemoveEngine", "GetServerInfo"},
 }
 

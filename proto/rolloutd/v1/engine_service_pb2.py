@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from rolloutd.v1 import server_info_pb2 as rolloutd_dot_v1_dot_server__info__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rolloutd/v1/engine_service.proto\x12\x0brolloutd.v1\x1a\x1drolloutd/v1/server_info.proto\"\x93\x06\n\x06\x45ngine\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x0c\n\x04pool\x18\x03 \x01(\t\x12/\n\x06labels\x18\x04 \x03(\x0b\x32\x1f.rolloutd.v1.Engine.LabelsEntry\x12\x0e\n\x06run_id\x18\x05 \x01(\t\x12\x13\n\x0bincarnation\x18\x06 \x01(\t\x12\'\n\x05state\x18\x07 \x01(\x0e\x32\x18.rolloutd.v1.EngineState\x12\r\n\x05model\x18\x08 \x01(\t\x12\x16\n\x0eserver_version\x18\t \x01(\t\x12\x1d\n\x15\x65ngine_policy_version\x18\n \x01(\t\x12\x16\n\x0epolicy_version\x18\x0b \x01(\x03\x12\r\n\x05slots\x18\x0c \x01(\r\x12\x1a\n\x12kv_capacity_tokens\x18\r \x01(\x04\x12\x16\n\x0ekv_used_tokens\x18\x0e \x01(\x04\x12\x1b\n\x13kv_committed_tokens\x18\x0f \x01(\x04\x12\x18\n\x10page_size_tokens\x18\x10 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x11 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x12 \x01(\r\x12\x1a\n\x12in_flight_rollouts\x18\x13 \x01(\r\x12\x19\n\x11reported_rollouts\x18\x14 \x01(\r\x12\x19\n\x11tokens_per_second\x18\x15 \x01(\x01\x12\x1b\n\x13prompt_tokens_total\x18\x16 \x01(\x04\x12\"\n\x1apredicted_hit_tokens_total\x18\x17 \x01(\x04\x12\x1f\n\x17\x61\x63tual_hit_tokens_total\x18\x18 \x01(\x04\x12*\n\x07\x62reaker\x18\x19 \x01(\x0e\x32\x19.rolloutd.v1.BreakerState\x12\x12\n\nlast_error\x18\x1a \x01(\t\x12\x1e\n\x16last_error_age_seconds\x18\x1b \x01(\x01\x12\x10\n\x08warnings\x18\x1c \x03(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"I\n\x12ListEnginesRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"T\n\x13ListEnginesResponse\x12$\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x13.rolloutd.v1.Engine\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xca\x01\n\x15RegisterEngineRequest\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12>\n\x06labels\x18\x03 \x03(\x0b\x32..rolloutd.v1.RegisterEngineRequest.LabelsEntry\x12\x0e\n\x06run_id\x18\x04 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x05 \x01(\r\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"=\n\x16RegisterEngineResponse\x12#\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x13.rolloutd.v1.Engine\"\'\n\x12\x44rainEngineRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\":\n\x13\x44rainEngineResponse\x12#\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x13.rolloutd.v1.Engine\"(\n\x13RemoveEngineRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\"0\n\x14RemoveEngineResponse\x12\x18\n\x10stopped_rollouts\x18\x01 \x01(\r\"\x16\n\x14GetServerInfoRequest\"@\n\x15GetServerInfoResponse\x12\'\n\x06server\x18\x01 \x01(\x0b\x32\x17.rolloutd.v1.ServerInfo*\xa9\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45NGINE_STATE_STARTING\x10\x01\x12\x16\n\x12\x45NGINE_STATE_READY\x10\x02\x12\x17\n\x13\x45NGINE_STATE_PAUSED\x10\x03\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x04\x12\x15\n\x11\x45NGINE_STATE_DOWN\x10\x05*_\n\x0c\x42reakerState\x12\x1d\n\x19\x42REAKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x42REAKER_STATE_CLOSED\x10\x01\x12\x16\n\x12\x42REAKER_STATE_OPEN\x10\x02\x32\xbb\x03\n\rEngineService\x12P\n\x0bListEngines\x12\x1f.rolloutd.v1.ListEnginesRequest\x1a .rolloutd.v1.ListEnginesResponse\x12Y\n\x0eRegisterEngine\x12\".rolloutd.v1.RegisterEngineRequest\x1a#.rolloutd.v1.RegisterEngineResponse\x12P\n\x0b\x44rainEngine\x12\x1f.rolloutd.v1.DrainEngineRequest\x1a .rolloutd.v1.DrainEngineResponse\x12S\n\x0cRemoveEngine\x12 .rolloutd.v1.RemoveEngineRequest\x1a!.rolloutd.v1.RemoveEngineResponse\x12V\n\rGetServerInfo\x12!.rolloutd.v1.GetServerInfoRequest\x1a\".rolloutd.v1.GetServerInfoResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rolloutd/v1/engine_service.proto\x12\x0brolloutd.v1\x1a\x1drolloutd/v1/server_info.proto\"\xa9\x06\n\x06\x45ngine\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x0c\n\x04pool\x18\x03 \x01(\t\x12/\n\x06labels\x18\x04 \x03(\x0b\x32\x1f.rolloutd.v1.Engine.LabelsEntry\x12\x0e\n\x06run_id\x18\x05 \x01(\t\x12\x13\n\x0bincarnation\x18\x06 \x01(\t\x12\'\n\x05state\x18\x07 \x01(\x0e\x32\x18.rolloutd.v1.EngineState\x12\r\n\x05model\x18\x08 \x01(\t\x12\x16\n\x0eserver_version\x18\t \x01(\t\x12\x1d\n\x15\x65ngine_policy_version\x18\n \x01(\t\x12\x16\n\x0epolicy_version\x18\x0b \x01(\x03\x12\r\n\x05slots\x18\x0c \x01(\r\x12\x1a\n\x12kv_capacity_tokens\x18\r \x01(\x04\x12\x16\n\x0ekv_used_tokens\x18\x0e \x01(\x04\x12\x1b\n\x13kv_committed_tokens\x18\x0f \x01(\x04\x12\x18\n\x10page_size_tokens\x18\x10 \x01(\r\x12\x16\n\x0e\x63ontext_tokens\x18\x11 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x12 \x01(\r\x12\x1a\n\x12in_flight_rollouts\x18\x13 \x01(\r\x12\x19\n\x11reported_rollouts\x18\x14 \x01(\r\x12\x19\n\x11tokens_per_second\x18\x15 \x01(\x01\x12\x1b\n\x13prompt_tokens_total\x18\x16 \x01(\x04\x12\"\n\x1apredicted_hit_tokens_total\x18\x17 \x01(\x04\x12\x1f\n\x17\x61\x63tual_hit_tokens_total\x18\x18 \x01(\x04\x12*\n\x07\x62reaker\x18\x19 \x01(\x0e\x32\x19.rolloutd.v1.BreakerState\x12\x12\n\nlast_error\x18\x1a \x01(\t\x12\x1e\n\x16last_error_age_seconds\x18\x1b \x01(\x01\x12\x10\n\x08warnings\x18\x1c \x03(\t\x12\x14\n\x0cheld_because\x18\x1d \x01(\t\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"I\n\x12ListEnginesRequest\x12\x0c\n\x04pool\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\"T\n\x13ListEnginesResponse\x12$\n\x07\x65ngines\x18\x01 \x03(\x0b\x32\x13.rolloutd.v1.Engine\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\xca\x01\n\x15RegisterEngineRequest\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x0c\n\x04pool\x18\x02 \x01(\t\x12>\n\x06labels\x18\x03 \x03(\x0b\x32..rolloutd.v1.RegisterEngineRequest.LabelsEntry\x12\x0e\n\x06run_id\x18\x04 \x01(\t\x12\x17\n\x0fvocabulary_size\x18\x05 \x01(\r\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"=\n\x16RegisterEngineResponse\x12#\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x13.rolloutd.v1.Engine\"\'\n\x12\x44rainEngineRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\":\n\x13\x44rainEngineResponse\x12#\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x13.rolloutd.v1.Engine\"(\n\x13RemoveEngineRequest\x12\x11\n\tengine_id\x18\x01 \x01(\t\"0\n\x14RemoveEngineResponse\x12\x18\n\x10stopped_rollouts\x18\x01 \x01(\r\"\x16\n\x14GetServerInfoRequest\"@\n\x15GetServerInfoResponse\x12\'\n\x06server\x18\x01 \x01(\x0b\x32\x17.rolloutd.v1.ServerInfo*\xc0\x01\n\x0b\x45ngineState\x12\x1c\n\x18\x45NGINE_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15\x45NGINE_STATE_STARTING\x10\x01\x12\x16\n\x12\x45NGINE_STATE_READY\x10\x02\x12\x17\n\x13\x45NGINE_STATE_PAUSED\x10\x03\x12\x19\n\x15\x45NGINE_STATE_DRAINING\x10\x04\x12\x15\n\x11\x45NGINE_STATE_DOWN\x10\x05\x12\x15\n\x11\x45NGINE_STATE_HELD\x10\x06*_\n\x0c\x42reakerState\x12\x1d\n\x19\x42REAKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x42REAKER_STATE_CLOSED\x10\x01\x12\x16\n\x12\x42REAKER_STATE_OPEN\x10\x02\x32\xbb\x03\n\rEngineService\x12P\n\x0bListEngines\x12\x1f.rolloutd.v1.ListEnginesRequest\x1a .rolloutd.v1.ListEnginesResponse\x12Y\n\x0eRegisterEngine\x12\".rolloutd.v1.RegisterEngineRequest\x1a#.rolloutd.v1.RegisterEngineResponse\x12P\n\x0b\x44rainEngine\x12\x1f.rolloutd.v1.DrainEngineRequest\x1a .rolloutd.v1.DrainEngineResponse\x12S\n\x0cRemoveEngine\x12 .rolloutd.v1.RemoveEngineRequest\x1a!.rolloutd.v1.RemoveEngineResponse\x12V\n\rGetServerInfo\x12!.rolloutd.v1.GetServerInfoRequest\x1a\".rolloutd.v1.GetServerInfoResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,36 +36,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENGINE_LABELSENTRY']._serialized_options = b'8\001'
   _globals['_REGISTERENGINEREQUEST_LABELSENTRY']._loaded_options = None
   _globals['_REGISTERENGINEREQUEST_LABELSENTRY']._serialized_options = b'8\001'
-  _globals['_ENGINESTATE']._serialized_start=1583
-  _globals['_ENGINESTATE']._serialized_end=1752
-  _globals['_BREAKERSTATE']._serialized_start=1754
-  _globals['_BREAKERSTATE']._serialized_end=1849
+  _globals['_ENGINESTATE']._serialized_start=1605
+  _globals['_ENGINESTATE']._serialized_end=1797
+  _globals['_BREAKERSTATE']._serialized_start=1799
+  _globals['_BREAKERSTATE']._serialized_end=1894
   _globals['_ENGINE']._serialized_start=81
-  _globals['_ENGINE']._serialized_end=868
-  _globals['_ENGINE_LABELSENTRY']._serialized_start=823
-  _globals['_ENGINE_LABELSENTRY']._serialized_end=868
-  _globals['_LISTENGINESREQUEST']._serialized_start=870
-  _globals['_LISTENGINESREQUEST']._serialized_end=943
-  _globals['_LISTENGINESRESPONSE']._serialized_start=945
-  _globals['_LISTENGINESRESPONSE']._serialized_end=1029
-  _globals['_REGISTERENGINEREQUEST']._serialized_start=1032
-  _globals['_REGISTERENGINEREQUEST']._serialized_end=1234
-  _globals['_REGISTERENGINEREQUEST_LABELSENTRY']._serialized_start=823
-  _globals['_REGISTERENGINEREQUEST_LABELSENTRY']._serialized_end=868
-  _globals['_REGISTERENGINERESPONSE']._serialized_start=1236
-  _globals['_REGISTERENGINERESPONSE']._serialized_end=1297
-  _globals['_DRAINENGINEREQUEST']._serialized_start=1299
-  _globals['_DRAINENGINEREQUEST']._serialized_end=1338
-  _globals['_DRAINENGINERESPONSE']._serialized_start=1340
-  _globals['_DRAINENGINERESPONSE']._serialized_end=1398
-  _globals['_REMOVEENGINEREQUEST']._serialized_start=1400
-  _globals['_REMOVEENGINEREQUEST']._serialized_end=1440
-  _globals['_REMOVEENGINERESPONSE']._serialized_start=1442
-  _globals['_REMOVEENGINERESPONSE']._serialized_end=1490
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=1492
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=1514
-  _globals['_GETSERVERINFORESPONSE']._serialized_start=1516
-  _globals['_GETSERVERINFORESPONSE']._serialized_end=1580
-  _globals['_ENGINESERVICE']._serialized_start=1852
-  _globals['_ENGINESERVICE']._serialized_end=2295
+  _globals['_ENGINE']._serialized_end=890
+  _globals['_ENGINE_LABELSENTRY']._serialized_start=845
+  _globals['_ENGINE_LABELSENTRY']._serialized_end=890
+  _globals['_LISTENGINESREQUEST']._serialized_start=892
+  _globals['_LISTENGINESREQUEST']._serialized_end=965
+  _globals['_LISTENGINESRESPONSE']._serialized_start=967
+  _globals['_LISTENGINESRESPONSE']._serialized_end=1051
+  _globals['_REGISTERENGINEREQUEST']._serialized_start=1054
+  _globals['_REGISTERENGINEREQUEST']._serialized_end=1256
+  _globals['_REGISTERENGINEREQUEST_LABELSENTRY']._serialized_start=845
+  _globals['_REGISTERENGINEREQUEST_LABELSENTRY']._serialized_end=890
+  _globals['_REGISTERENGINERESPONSE']._serialized_start=1258
+  _globals['_REGISTERENGINERESPONSE']._serialized_end=1319
+  _globals['_DRAINENGINEREQUEST']._serialized_start=1321
+  _globals['_DRAINENGINEREQUEST']._serialized_end=1360
+  _globals['_DRAINENGINERESPONSE']._serialized_start=1362
+  _globals['_DRAINENGINERESPONSE']._serialized_end=1420
+  _globals['_REMOVEENGINEREQUEST']._serialized_start=1422
+  _globals['_REMOVEENGINEREQUEST']._serialized_end=1462
+  _globals['_REMOVEENGINERESPONSE']._serialized_start=1464
+  _globals['_REMOVEENGINERESPONSE']._serialized_end=1512
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=1514
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=1536
+  _globals['_GETSERVERINFORESPONSE']._serialized_start=1538
+  _globals['_GETSERVERINFORESPONSE']._serialized_end=1602
+  _globals['_ENGINESERVICE']._serialized_start=1897
+  _globals['_ENGINESERVICE']._serialized_end=2340
 # @@protoc_insertion_point(module_scope)

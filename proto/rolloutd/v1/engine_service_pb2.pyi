@@ -38,6 +38,8 @@ class _EngineStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EngineSta
     """Takes nothing new because DrainEngine was called."""
     ENGINE_STATE_DOWN: _EngineState.ValueType  # 5
     """Does not answer, or failed too often; tried again after a while."""
+    ENGINE_STATE_HELD: _EngineState.ValueType  # 6
+    """Alive, and given nothing new until it holds the right weights or has its memory back; see Engine.held_because."""
 
 class EngineState(_EngineState, metaclass=_EngineStateEnumTypeWrapper):
     """Whether an engine takes work. Output only."""
@@ -54,6 +56,8 @@ ENGINE_STATE_DRAINING: EngineState.ValueType  # 4
 """Takes nothing new because DrainEngine was called."""
 ENGINE_STATE_DOWN: EngineState.ValueType  # 5
 """Does not answer, or failed too often; tried again after a while."""
+ENGINE_STATE_HELD: EngineState.ValueType  # 6
+"""Alive, and given nothing new until it holds the right weights or has its memory back; see Engine.held_because."""
 Global___EngineState: _TypeAlias = EngineState  # noqa: Y015
 
 class _BreakerState:
@@ -134,6 +138,7 @@ class Engine(_message.Message):
     LAST_ERROR_FIELD_NUMBER: _builtins.int
     LAST_ERROR_AGE_SECONDS_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
+    HELD_BECAUSE_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Its id, derived from its URL."""
     url: _builtins.str
@@ -153,7 +158,7 @@ class Engine(_message.Message):
     engine_policy_version: _builtins.str
     """The engine's own label of the weights it holds, e.g. "default"."""
     policy_version: _builtins.int
-    """Policy version it is known to hold. 0: as registered."""
+    """Policy version that it has acknowledged. 0: as registered."""
     slots: _builtins.int
     """Rollouts it runs at a time. 0: not known yet."""
     kv_capacity_tokens: _builtins.int
@@ -186,6 +191,10 @@ class Engine(_message.Message):
     """Last fault, for a person. Empty: none since it was registered."""
     last_error_age_seconds: _builtins.float
     """How long ago that was. 0: no fault."""
+    held_because: _builtins.str
+    """Why it is held: it gets other weights, has not acknowledged the run's policy version, or has lent its memory to the
+    trainer. For a person. Empty: it is not held.
+    """
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Labels that submissions may ask for."""
@@ -225,10 +234,11 @@ class Engine(_message.Message):
         last_error: _builtins.str = ...,
         last_error_age_seconds: _builtins.float = ...,
         warnings: _abc.Iterable[_builtins.str] | None = ...,
+        held_because: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["actual_hit_tokens_total", b"actual_hit_tokens_total", "breaker", b"breaker", "context_tokens", b"context_tokens", "engine_id", b"engine_id", "engine_policy_version", b"engine_policy_version", "in_flight_rollouts", b"in_flight_rollouts", "incarnation", b"incarnation", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_committed_tokens", b"kv_committed_tokens", "kv_used_tokens", b"kv_used_tokens", "labels", b"labels", "last_error", b"last_error", "last_error_age_seconds", b"last_error_age_seconds", "model", b"model", "page_size_tokens", b"page_size_tokens", "policy_version", b"policy_version", "pool", b"pool", "predicted_hit_tokens_total", b"predicted_hit_tokens_total", "prompt_tokens_total", b"prompt_tokens_total", "reported_rollouts", b"reported_rollouts", "run_id", b"run_id", "server_version", b"server_version", "slots", b"slots", "state", b"state", "tokens_per_second", b"tokens_per_second", "url", b"url", "vocabulary_size", b"vocabulary_size", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["actual_hit_tokens_total", b"actual_hit_tokens_total", "breaker", b"breaker", "context_tokens", b"context_tokens", "engine_id", b"engine_id", "engine_policy_version", b"engine_policy_version", "held_because", b"held_because", "in_flight_rollouts", b"in_flight_rollouts", "incarnation", b"incarnation", "kv_capacity_tokens", b"kv_capacity_tokens", "kv_committed_tokens", b"kv_committed_tokens", "kv_used_tokens", b"kv_used_tokens", "labels", b"labels", "last_error", b"last_error", "last_error_age_seconds", b"last_error_age_seconds", "model", b"model", "page_size_tokens", b"page_size_tokens", "policy_version", b"policy_version", "pool", b"pool", "predicted_hit_tokens_total", b"predicted_hit_tokens_total", "prompt_tokens_total", b"prompt_tokens_total", "reported_rollouts", b"reported_rollouts", "run_id", b"run_id", "server_version", b"server_version", "slots", b"slots", "state", b"state", "tokens_per_second", b"tokens_per_second", "url", b"url", "vocabulary_size", b"vocabulary_size", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -3,8 +3,11 @@
 isort:skip_file
 """
 
+from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from rolloutd.v1 import budget_pb2 as _budget_pb2
 from rolloutd.v1 import run_pb2 as _run_pb2
 import builtins as _builtins
@@ -17,6 +20,142 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _UpdateMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _UpdateModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_UpdateMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    UPDATE_MODE_UNSPECIFIED: _UpdateMode.ValueType  # 0
+    """UPDATE_MODE_RETRACT."""
+    UPDATE_MODE_DRAIN: _UpdateMode.ValueType  # 1
+    """It ends first, under the old weights; nothing new starts there meanwhile."""
+    UPDATE_MODE_ABORT_AND_RESUME: _UpdateMode.ValueType  # 2
+    """It is interrupted at once; what it generated is kept and continued on any engine, as far as its rollout may mix
+    versions, else computed anew.
+    """
+    UPDATE_MODE_RETRACT: _UpdateMode.ValueType  # 3
+    """It stays, and prompt and output so far are computed again under the new weights. Rollouts that may not mix versions
+    are interrupted.
+    """
+    UPDATE_MODE_IN_PLACE: _UpdateMode.ValueType  # 4
+    """It stays and goes on at once; its KV so far is that of the old weights. Rollouts that may not mix versions are
+    interrupted.
+    """
+
+class UpdateMode(_UpdateMode, metaclass=_UpdateModeEnumTypeWrapper):
+    """What happens to work that runs on an engine while its weights are replaced."""
+
+UPDATE_MODE_UNSPECIFIED: UpdateMode.ValueType  # 0
+"""UPDATE_MODE_RETRACT."""
+UPDATE_MODE_DRAIN: UpdateMode.ValueType  # 1
+"""It ends first, under the old weights; nothing new starts there meanwhile."""
+UPDATE_MODE_ABORT_AND_RESUME: UpdateMode.ValueType  # 2
+"""It is interrupted at once; what it generated is kept and continued on any engine, as far as its rollout may mix
+versions, else computed anew.
+"""
+UPDATE_MODE_RETRACT: UpdateMode.ValueType  # 3
+"""It stays, and prompt and output so far are computed again under the new weights. Rollouts that may not mix versions
+are interrupted.
+"""
+UPDATE_MODE_IN_PLACE: UpdateMode.ValueType  # 4
+"""It stays and goes on at once; its KV so far is that of the old weights. Rollouts that may not mix versions are
+interrupted.
+"""
+Global___UpdateMode: _TypeAlias = UpdateMode  # noqa: Y015
+
+class _CacheHandling:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CacheHandlingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CacheHandling.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CACHE_HANDLING_UNSPECIFIED: _CacheHandling.ValueType  # 0
+    """CACHE_HANDLING_NAMESPACE with UPDATE_MODE_IN_PLACE, else CACHE_HANDLING_FLUSH."""
+    CACHE_HANDLING_FLUSH: _CacheHandling.ValueType  # 1
+    """The engine drops its cache. Not with UPDATE_MODE_IN_PLACE, where running work stands on it."""
+    CACHE_HANDLING_NAMESPACE: _CacheHandling.ValueType  # 2
+    """They stay where new work cannot match them, and give way as it needs their room. Not with UPDATE_MODE_RETRACT."""
+    CACHE_HANDLING_KEEP: _CacheHandling.ValueType  # 3
+    """New work may match them: new tokens over old KV. Takes effect together with a positive prefix TTL in versions. Not
+    with UPDATE_MODE_RETRACT.
+    """
+
+class CacheHandling(_CacheHandling, metaclass=_CacheHandlingEnumTypeWrapper):
+    """What becomes of the prefixes in an engine's cache that the old weights computed."""
+
+CACHE_HANDLING_UNSPECIFIED: CacheHandling.ValueType  # 0
+"""CACHE_HANDLING_NAMESPACE with UPDATE_MODE_IN_PLACE, else CACHE_HANDLING_FLUSH."""
+CACHE_HANDLING_FLUSH: CacheHandling.ValueType  # 1
+"""The engine drops its cache. Not with UPDATE_MODE_IN_PLACE, where running work stands on it."""
+CACHE_HANDLING_NAMESPACE: CacheHandling.ValueType  # 2
+"""They stay where new work cannot match them, and give way as it needs their room. Not with UPDATE_MODE_RETRACT."""
+CACHE_HANDLING_KEEP: CacheHandling.ValueType  # 3
+"""New work may match them: new tokens over old KV. Takes effect together with a positive prefix TTL in versions. Not
+with UPDATE_MODE_RETRACT.
+"""
+Global___CacheHandling: _TypeAlias = CacheHandling  # noqa: Y015
+
+class _UpdateState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _UpdateStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_UpdateState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    UPDATE_STATE_UNSPECIFIED: _UpdateState.ValueType  # 0
+    """Never sent."""
+    UPDATE_STATE_WAITING: _UpdateState.ValueType  # 1
+    """Waits for its turn; it still serves the version that it holds."""
+    UPDATE_STATE_CLEARING: _UpdateState.ValueType  # 2
+    """Waits for running work that must not see the new weights; nothing new starts there."""
+    UPDATE_STATE_PAUSING: _UpdateState.ValueType  # 3
+    """It is being paused."""
+    UPDATE_STATE_FLUSHING: _UpdateState.ValueType  # 4
+    """Its cache is being dropped."""
+    UPDATE_STATE_LOADING: _UpdateState.ValueType  # 5
+    """It reads the weights from disk."""
+    UPDATE_STATE_PUSHING: _UpdateState.ValueType  # 6
+    """It waits for the trainer: push the weights to it now, then call ConfirmWeights."""
+    UPDATE_STATE_NAMING: _UpdateState.ValueType  # 7
+    """Its weights get their label."""
+    UPDATE_STATE_VERIFYING: _UpdateState.ValueType  # 8
+    """It is asked which weights it holds."""
+    UPDATE_STATE_RESUMING: _UpdateState.ValueType  # 9
+    """Generation goes on."""
+    UPDATE_STATE_UPDATED: _UpdateState.ValueType  # 10
+    """It holds the version and takes work. The last of an engine."""
+    UPDATE_STATE_FAILED: _UpdateState.ValueType  # 11
+    """It gets no work until a publication succeeds there. The last of an engine."""
+
+class UpdateState(_UpdateState, metaclass=_UpdateStateEnumTypeWrapper):
+    """Where an engine is on its way to another policy version. Output only."""
+
+UPDATE_STATE_UNSPECIFIED: UpdateState.ValueType  # 0
+"""Never sent."""
+UPDATE_STATE_WAITING: UpdateState.ValueType  # 1
+"""Waits for its turn; it still serves the version that it holds."""
+UPDATE_STATE_CLEARING: UpdateState.ValueType  # 2
+"""Waits for running work that must not see the new weights; nothing new starts there."""
+UPDATE_STATE_PAUSING: UpdateState.ValueType  # 3
+"""It is being paused."""
+UPDATE_STATE_FLUSHING: UpdateState.ValueType  # 4
+"""Its cache is being dropped."""
+UPDATE_STATE_LOADING: UpdateState.ValueType  # 5
+"""It reads the weights from disk."""
+UPDATE_STATE_PUSHING: UpdateState.ValueType  # 6
+"""It waits for the trainer: push the weights to it now, then call ConfirmWeights."""
+UPDATE_STATE_NAMING: UpdateState.ValueType  # 7
+"""Its weights get their label."""
+UPDATE_STATE_VERIFYING: UpdateState.ValueType  # 8
+"""It is asked which weights it holds."""
+UPDATE_STATE_RESUMING: UpdateState.ValueType  # 9
+"""Generation goes on."""
+UPDATE_STATE_UPDATED: UpdateState.ValueType  # 10
+"""It holds the version and takes work. The last of an engine."""
+UPDATE_STATE_FAILED: UpdateState.ValueType  # 11
+"""It gets no work until a publication succeeds there. The last of an engine."""
+Global___UpdateState: _TypeAlias = UpdateState  # noqa: Y015
 
 @_typing.final
 class SetBudgetRequest(_message.Message):
@@ -284,3 +423,258 @@ class ReportStepResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportStepResponse: _TypeAlias = ReportStepResponse  # noqa: Y015
+
+@_typing.final
+class PushedWeights(_message.Message):
+    """No fields: the trainer sends the weights to the engines itself, between UPDATE_STATE_PUSHING and ConfirmWeights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PushedWeights: _TypeAlias = PushedWeights  # noqa: Y015
+
+@_typing.final
+class PublishPolicyRequest(_message.Message):
+    """New weights for the engines of one pool."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    DISK_PATH_FIELD_NUMBER: _builtins.int
+    PUSHED_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    CACHE_FIELD_NUMBER: _builtins.int
+    ENGINES_AT_ONCE_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run. Required. Created with the server's defaults when it does not exist."""
+    trainer_epoch: _builtins.int
+    """See Hello.trainer_epoch."""
+    version: _builtins.int
+    """The version that the weights get, above every one published before in this run and pool; or the newest one again,
+    to watch it or to try again where it failed. 1 or more; engines know it by its decimal digits. Required.
+    """
+    pool: _builtins.str
+    """The pool whose engines get them. Empty: "policy". Other pools are not touched."""
+    disk_path: _builtins.str
+    """A checkpoint folder, as the engines' hosts see it."""
+    mode: Global___UpdateMode.ValueType
+    """Unspecified: UPDATE_MODE_RETRACT."""
+    cache: Global___CacheHandling.ValueType
+    """Unspecified: by the mode, see CACHE_HANDLING_UNSPECIFIED."""
+    engines_at_once: _builtins.int
+    """Engines that may be without work for it at a time; the others go on serving the version that they hold. 0: all."""
+    @_builtins.property
+    def pushed(self) -> Global___PushedWeights:
+        """The trainer pushes them."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        trainer_epoch: _builtins.int = ...,
+        version: _builtins.int = ...,
+        pool: _builtins.str = ...,
+        disk_path: _builtins.str = ...,
+        pushed: Global___PushedWeights | None = ...,
+        mode: Global___UpdateMode.ValueType = ...,
+        cache: Global___CacheHandling.ValueType = ...,
+        engines_at_once: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["disk_path", b"disk_path", "pushed", b"pushed", "weights", b"weights"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache", b"cache", "disk_path", b"disk_path", "engines_at_once", b"engines_at_once", "mode", b"mode", "pool", b"pool", "pushed", b"pushed", "run_id", b"run_id", "trainer_epoch", b"trainer_epoch", "version", b"version", "weights", b"weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_weights: _TypeAlias = _typing.Literal["disk_path", "pushed"]  # noqa: Y015
+    _WhichOneofArgType_weights: _TypeAlias = _typing.Literal["weights", b"weights"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_weights) -> _WhichOneofReturnType_weights | None: ...
+
+Global___PublishPolicyRequest: _TypeAlias = PublishPolicyRequest  # noqa: Y015
+
+@_typing.final
+class PublishPolicyResponse(_message.Message):
+    """One step of one engine, or, as the last message, what came of it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    ELAPSED_SECONDS_FIELD_NUMBER: _builtins.int
+    ENGINE_COUNT_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    SUMMARY_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    """The version being published."""
+    elapsed_seconds: _builtins.float
+    """Since the publication was accepted, also where this call joined it later."""
+    engine_count: _builtins.int
+    """Engines that have a state in it by now."""
+    @_builtins.property
+    def engine(self) -> Global___EngineUpdate:
+        """An engine went on. A call begins with the state of every engine that has one; states that a slow reader has not
+        fetched are replaced by newer ones of the same engine.
+        """
+
+    @_builtins.property
+    def summary(self) -> Global___PublishSummary:
+        """The end; nothing follows."""
+
+    def __init__(
+        self,
+        *,
+        policy_version: _builtins.int = ...,
+        elapsed_seconds: _builtins.float = ...,
+        engine_count: _builtins.int = ...,
+        engine: Global___EngineUpdate | None = ...,
+        summary: Global___PublishSummary | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "summary", b"summary", "update", b"update"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["elapsed_seconds", b"elapsed_seconds", "engine", b"engine", "engine_count", b"engine_count", "policy_version", b"policy_version", "summary", b"summary", "update", b"update"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_update: _TypeAlias = _typing.Literal["engine", "summary"]  # noqa: Y015
+    _WhichOneofArgType_update: _TypeAlias = _typing.Literal["update", b"update"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_update) -> _WhichOneofReturnType_update | None: ...
+
+Global___PublishPolicyResponse: _TypeAlias = PublishPolicyResponse  # noqa: Y015
+
+@_typing.final
+class EngineUpdate(_message.Message):
+    """Where one engine is."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    URL_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    ABORTED_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """The engine."""
+    url: _builtins.str
+    """Its base URL, for trainers that push weights. Empty: it was removed meanwhile."""
+    state: Global___UpdateState.ValueType
+    """Where it is."""
+    message: _builtins.str
+    """For a person: what it waits for, or why it failed. Empty: nothing to say."""
+    aborted_attempts: _builtins.int
+    """Attempts of the run that were interrupted there for it, so far."""
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        url: _builtins.str = ...,
+        state: Global___UpdateState.ValueType = ...,
+        message: _builtins.str = ...,
+        aborted_attempts: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_attempts", b"aborted_attempts", "engine_id", b"engine_id", "message", b"message", "state", b"state", "url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EngineUpdate: _TypeAlias = EngineUpdate  # noqa: Y015
+
+@_typing.final
+class PublishSummary(_message.Message):
+    """What came of a publication."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UPDATED_ENGINE_IDS_FIELD_NUMBER: _builtins.int
+    FAILED_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def updated_engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Engines that hold the version now."""
+
+    @_builtins.property
+    def failed(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineUpdate]:
+        """Engines that do not, and why."""
+
+    def __init__(
+        self,
+        *,
+        updated_engine_ids: _abc.Iterable[_builtins.str] | None = ...,
+        failed: _abc.Iterable[Global___EngineUpdate] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failed", b"failed", "updated_engine_ids", b"updated_engine_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PublishSummary: _TypeAlias = PublishSummary  # noqa: Y015
+
+@_typing.final
+class ConfirmWeightsRequest(_message.Message):
+    """That pushed weights are there, or are not."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    POOL_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run. Required."""
+    trainer_epoch: _builtins.int
+    """See Hello.trainer_epoch."""
+    version: _builtins.int
+    """The version being published. Required."""
+    pool: _builtins.str
+    """The pool. Empty: "policy"."""
+    engine_id: _builtins.str
+    """The engine. Empty: every engine that is in UPDATE_STATE_PUSHING now."""
+    error: _builtins.str
+    """Why they are not there, for a person; the engine ends UPDATE_STATE_FAILED. Empty: they are there, complete."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        trainer_epoch: _builtins.int = ...,
+        version: _builtins.int = ...,
+        pool: _builtins.str = ...,
+        engine_id: _builtins.str = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "error", b"error", "pool", b"pool", "run_id", b"run_id", "trainer_epoch", b"trainer_epoch", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConfirmWeightsRequest: _TypeAlias = ConfirmWeightsRequest  # noqa: Y015
+
+@_typing.final
+class ConfirmWeightsResponse(_message.Message):
+    """The confirmation was taken."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    """Policy version of the run. 0: as registered."""
+    def __init__(
+        self,
+        *,
+        policy_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ConfirmWeightsResponse: _TypeAlias = ConfirmWeightsResponse  # noqa: Y015

@@ -50,6 +50,16 @@ class TrainerServiceStub(object):
                 request_serializer=rolloutd_dot_v1_dot_trainer__service__pb2.ReportStepRequest.SerializeToString,
                 response_deserializer=rolloutd_dot_v1_dot_trainer__service__pb2.ReportStepResponse.FromString,
                 _registered_method=True)
+        self.PublishPolicy = channel.unary_stream(
+                '/rolloutd.v1.TrainerService/PublishPolicy',
+                request_serializer=rolloutd_dot_v1_dot_trainer__service__pb2.PublishPolicyRequest.SerializeToString,
+                response_deserializer=rolloutd_dot_v1_dot_trainer__service__pb2.PublishPolicyResponse.FromString,
+                _registered_method=True)
+        self.ConfirmWeights = channel.unary_unary(
+                '/rolloutd.v1.TrainerService/ConfirmWeights',
+                request_serializer=rolloutd_dot_v1_dot_trainer__service__pb2.ConfirmWeightsRequest.SerializeToString,
+                response_deserializer=rolloutd_dot_v1_dot_trainer__service__pb2.ConfirmWeightsResponse.FromString,
+                _registered_method=True)
 
 
 class TrainerServiceServicer(object):
@@ -79,6 +89,25 @@ class TrainerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PublishPolicy(self, request, context):
+        """Gives the engines of a pool a new policy version, and tells how each of them gets on; the last message is the
+        summary. Publications of a pool follow each other. A caller that goes away does not stop one: the same request
+        again watches it. Once it is over, the same request ends at once where every engine holds the version, else tries
+        those again that do not. Engines that come later get a version from disk by themselves. A version below the newest
+        one is FAILED_PRECONDITION, VERSION_BACKWARDS.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ConfirmWeights(self, request, context):
+        """The trainer's word that the weights it pushed itself are on an engine, or that pushing failed. For engines that
+        are in UPDATE_STATE_PUSHING.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_TrainerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -96,6 +125,16 @@ def add_TrainerServiceServicer_to_server(servicer, server):
                     servicer.ReportStep,
                     request_deserializer=rolloutd_dot_v1_dot_trainer__service__pb2.ReportStepRequest.FromString,
                     response_serializer=rolloutd_dot_v1_dot_trainer__service__pb2.ReportStepResponse.SerializeToString,
+            ),
+            'PublishPolicy': grpc.unary_stream_rpc_method_handler(
+                    servicer.PublishPolicy,
+                    request_deserializer=rolloutd_dot_v1_dot_trainer__service__pb2.PublishPolicyRequest.FromString,
+                    response_serializer=rolloutd_dot_v1_dot_trainer__service__pb2.PublishPolicyResponse.SerializeToString,
+            ),
+            'ConfirmWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.ConfirmWeights,
+                    request_deserializer=rolloutd_dot_v1_dot_trainer__service__pb2.ConfirmWeightsRequest.FromString,
+                    response_serializer=rolloutd_dot_v1_dot_trainer__service__pb2.ConfirmWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -180,6 +219,60 @@ class TrainerService(object):
             '/rolloutd.v1.TrainerService/ReportStep',
             rolloutd_dot_v1_dot_trainer__service__pb2.ReportStepRequest.SerializeToString,
             rolloutd_dot_v1_dot_trainer__service__pb2.ReportStepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PublishPolicy(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rolloutd.v1.TrainerService/PublishPolicy',
+            rolloutd_dot_v1_dot_trainer__service__pb2.PublishPolicyRequest.SerializeToString,
+            rolloutd_dot_v1_dot_trainer__service__pb2.PublishPolicyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ConfirmWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rolloutd.v1.TrainerService/ConfirmWeights',
+            rolloutd_dot_v1_dot_trainer__service__pb2.ConfirmWeightsRequest.SerializeToString,
+            rolloutd_dot_v1_dot_trainer__service__pb2.ConfirmWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

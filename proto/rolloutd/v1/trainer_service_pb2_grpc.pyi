@@ -42,6 +42,17 @@ class TrainerServiceStub:
     """The budget in force."""
     ReportStep: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.ReportStepRequest, _trainer_service_pb2.ReportStepResponse]
     """Tells where training is and what it needs. Rollouts needed by this step, or an earlier one, become CRITICAL."""
+    PublishPolicy: _grpc.UnaryStreamMultiCallable[_trainer_service_pb2.PublishPolicyRequest, _trainer_service_pb2.PublishPolicyResponse]
+    """Gives the engines of a pool a new policy version, and tells how each of them gets on; the last message is the
+    summary. Publications of a pool follow each other. A caller that goes away does not stop one: the same request
+    again watches it. Once it is over, the same request ends at once where every engine holds the version, else tries
+    those again that do not. Engines that come later get a version from disk by themselves. A version below the newest
+    one is FAILED_PRECONDITION, VERSION_BACKWARDS.
+    """
+    ConfirmWeights: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.ConfirmWeightsRequest, _trainer_service_pb2.ConfirmWeightsResponse]
+    """The trainer's word that the weights it pushed itself are on an engine, or that pushing failed. For engines that
+    are in UPDATE_STATE_PUSHING.
+    """
 
 @_typing.type_check_only
 class TrainerServiceAsyncStub(TrainerServiceStub):
@@ -57,6 +68,17 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """The budget in force."""
     ReportStep: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.ReportStepRequest, _trainer_service_pb2.ReportStepResponse]  # type: ignore[assignment]
     """Tells where training is and what it needs. Rollouts needed by this step, or an earlier one, become CRITICAL."""
+    PublishPolicy: _aio.UnaryStreamMultiCallable[_trainer_service_pb2.PublishPolicyRequest, _trainer_service_pb2.PublishPolicyResponse]  # type: ignore[assignment]
+    """Gives the engines of a pool a new policy version, and tells how each of them gets on; the last message is the
+    summary. Publications of a pool follow each other. A caller that goes away does not stop one: the same request
+    again watches it. Once it is over, the same request ends at once where every engine holds the version, else tries
+    those again that do not. Engines that come later get a version from disk by themselves. A version below the newest
+    one is FAILED_PRECONDITION, VERSION_BACKWARDS.
+    """
+    ConfirmWeights: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.ConfirmWeightsRequest, _trainer_service_pb2.ConfirmWeightsResponse]  # type: ignore[assignment]
+    """The trainer's word that the weights it pushed itself are on an engine, or that pushing failed. For engines that
+    are in UPDATE_STATE_PUSHING.
+    """
 
 class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     """What a trainer allows and what it needs."""
@@ -87,5 +109,28 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_service_pb2.ReportStepResponse, _abc.Awaitable[_trainer_service_pb2.ReportStepResponse]]:
         """Tells where training is and what it needs. Rollouts needed by this step, or an earlier one, become CRITICAL."""
+
+    @_abc_1.abstractmethod
+    def PublishPolicy(
+        self,
+        request: _trainer_service_pb2.PublishPolicyRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_trainer_service_pb2.PublishPolicyResponse], _abc.AsyncIterator[_trainer_service_pb2.PublishPolicyResponse]]:
+        """Gives the engines of a pool a new policy version, and tells how each of them gets on; the last message is the
+        summary. Publications of a pool follow each other. A caller that goes away does not stop one: the same request
+        again watches it. Once it is over, the same request ends at once where every engine holds the version, else tries
+        those again that do not. Engines that come later get a version from disk by themselves. A version below the newest
+        one is FAILED_PRECONDITION, VERSION_BACKWARDS.
+        """
+
+    @_abc_1.abstractmethod
+    def ConfirmWeights(
+        self,
+        request: _trainer_service_pb2.ConfirmWeightsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_trainer_service_pb2.ConfirmWeightsResponse, _abc.Awaitable[_trainer_service_pb2.ConfirmWeightsResponse]]:
+        """The trainer's word that the weights it pushed itself are on an engine, or that pushing failed. For engines that
+        are in UPDATE_STATE_PUSHING.
+        """
 
 def add_TrainerServiceServicer_to_server(servicer: TrainerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
