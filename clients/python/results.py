@@ -35,6 +35,20 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
+class Attempt:
+    """One dispatch of a rollout to an engine. Times are in seconds since it was accepted."""
+
+    number: int  # from 1
+    engine_id: str
+    batch_id: str
+    policy_version: int  # that its engine held at its start
+    started_seconds: float
+    ended_seconds: float
+    generated_tokens: int  # that it brought back
+    end: str  # "completed", why it was stopped ("preempt", "publish", ...) or how it failed ("broken", ...)
+
+
+@dataclass(frozen=True, slots=True)
 class Times:
     """Where a rollout's time went, in seconds since it was accepted."""
 
@@ -84,6 +98,14 @@ class RolloutResult:
     prompt_hash: str = ""
     times: Times = field(default_factory=Times)
     extras: dict[str, Any] | None = None  # what the engine added because of engine_params
+    policy_version: int = 0  # the newest of its run and pool when it ended
+    stale: bool = False  # its oldest token was older than it allows; only where the run asks for those, else: outcome "stale"
+    history: tuple[Attempt, ...] = ()  # its attempts, oldest first; of very many only the last ones
+
+    @property
+    def staleness(self) -> int:
+        """Versions that its oldest token is behind the newest policy when it ended; 0 without tokens."""
+        return max((self.policy_version - span.policy_version for span in self.spans), default=0)
 
     @property
     def ok(self) -> bool:
@@ -137,7 +159,23 @@ class RolloutResult:
             prompt_hash=message.prompt_hash,
             times=Times(times.queued_seconds, times.first_token_seconds, times.running_seconds, times.total_seconds),
             extras=MessageToDict(message.extras) if message.HasField("extras") else None,
+            policy_version=message.policy_version,
+            stale=message.stale,
+            history=tuple(_attempt_of_message(attempt) for attempt in message.history),
         )
+
+
+def _attempt_of_message(message: v1.Attempt) -> Attempt:
+    return Attempt(
+        message.number,
+        message.engine_id,
+        message.batch_id,
+        message.policy_version,
+        message.started_seconds,
+        message.ended_seconds,
+        message.generated_tokens,
+        message.end,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +206,7 @@ class Notice:
     kind: NoticeKind
     message: str
     seconds: float  # as the kind says; 0: not applicable
+    policy_version: int = 0  # of the run
 
 
 def acceptance_of_message(message: v1.Accepted) -> Acceptance:
@@ -184,4 +223,4 @@ def acceptance_of_message(message: v1.Accepted) -> Acceptance:
 
 def notice_of_message(message: v1.Notice) -> Notice:
     """The contract's message as a Notice."""
-    return Notice(word_of(v1.NoticeKind, message.kind), message.message, message.seconds)
+    return Notice(word_of(v1.NoticeKind, message.kind), message.message, message.seconds, message.policy_version)

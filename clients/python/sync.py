@@ -215,6 +215,8 @@ class Client:
     get_budget = _blocking(asyncio_client.Client.get_budget)
     report_step = _blocking(asyncio_client.Client.report_step)
     get_rollout = _blocking(asyncio_client.Client.get_rollout)
+    get_lineage = _blocking(asyncio_client.Client.get_lineage)
+    get_group = _blocking(asyncio_client.Client.get_group)
     list_rollouts = _iterating(asyncio_client.Client.list_rollouts)
     explain = _blocking(asyncio_client.Client.explain)
     get_server_info = _blocking(asyncio_client.Client.get_server_info)

@@ -14,9 +14,13 @@ TaskType = Literal["generation", "reward", "state_query", "replay"]
 Origin = Literal["current_policy", "replay", "exploration", "evaluation"]
 OnPreempt = Literal["keep_partial", "restart", "never"]
 OnDisconnect = Literal["keep", "cancel"]
+OnStale = Literal["withhold", "flag"]
+ReleaseMemory = Literal["nothing", "kv_cache", "kv_cache_and_weights"]
 TrainerState = Literal["training", "waiting", "syncing", "paused"]
 RolloutState = Literal["queued", "held", "dispatched", "running", "stopping", "finished"]
-NoticeKind = Literal["no_capacity", "budget_changed", "budget_lease_expired", "draining", "results_expired"]
+NoticeKind = Literal[
+    "no_capacity", "budget_changed", "budget_lease_expired", "draining", "results_expired", "version_published"
+]
 FinishReason = Literal["stop", "length", "abort"]
 # "refused" is the client's own: the server refused the submission, so there is no rollout that could have ended.
 Outcome = Literal[
@@ -30,6 +34,9 @@ Outcome = Literal[
     "run_ended",
     "shutdown",
     "internal",
+    "version_unmet",
+    "version_gone",
+    "stale",
     "refused",
 ]
 
