@@ -99,7 +99,7 @@ class RolloutResult:
     times: Times = field(default_factory=Times)
     extras: dict[str, Any] | None = None  # what the engine added because of engine_params
     policy_version: int = 0  # the newest of its run and pool when it ended
-    stale: bool = False  # its oldest token was older than it allows; only where the run asks for those, else: outcome "stale"
+    stale: bool = False  # its oldest token is older than it allows, and the run wants such results (on_stale="flag")
     history: tuple[Attempt, ...] = ()  # its attempts, oldest first; of very many only the last ones
 
     @property
