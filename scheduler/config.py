@@ -65,10 +65,6 @@ class PolicySettings:
     stable_prefix_weight: float = 0.4
     cold_start_diversity_weight: float = 0.2
     stable_diversity_weight: float = 0.1
-    # Versions that cached prefixes may be old and still earn credit. Such prefixes are there only after a publication
-    # that keeps the engines' caches (CacheHandling.KEEP), which a run asks for itself; 0: never.
-    cold_start_prefix_ttl_versions: int = 0
-    stable_prefix_ttl_versions: int = 0
     cold_start_batch_size: int = 8
     cold_start_tail_fill: float = 0.0  # see placement: how full engines may be while only the critical tail runs
     stable_tail_fill: float = 0.25

@@ -28,6 +28,7 @@ from rolloutd.scheduler.config import (
     IndexSettings,
     PolicySettings,
     PreemptSettings,
+    PublishSettings,
     QueueSettings,
     SchedulerConfig,
     WeightDefaults,
@@ -256,6 +257,7 @@ def _build(values: dict[str, Any], origins: dict[str, str]) -> ServerConfig:
         policy=PolicySettings(**core["policy"]),
         budget=BudgetSettings(default=_default_budget(section("budget"), origins), **core["budget"]),
         executor=ExecutorSettings(**core["executor"]),
+        publish=PublishSettings(**core["publish"]),
         delivery=DeliverySettings(**core["delivery"]),
         index=IndexSettings(**core["index"]),
     )

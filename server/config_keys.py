@@ -25,6 +25,7 @@ CORE_SECTIONS: Mapping[str, str] = {
     "policy": "policy",
     "budget": "budget",
     "executor": "executor",
+    "publish": "publish",
     "delivery": "delivery",
     "index": "index",
 }
@@ -60,6 +61,10 @@ _BOUNDS: Mapping[str, tuple[float, float, bool]] = {
     "executor.breaker_seconds": (0, _UNBOUNDED, True),
     "executor.busy_seconds": (0, _UNBOUNDED, True),
     "executor.abort_seconds": (0, _UNBOUNDED, True),
+    "publish.call_seconds": (0, _UNBOUNDED, True),
+    "publish.push_seconds": (0, _UNBOUNDED, True),
+    "publish.retry_seconds": (0, _UNBOUNDED, True),
+    "publish.flush_tries": (1, _UNBOUNDED, False),
     "delivery.max_undelivered_bytes": (1024, _UNBOUNDED, False),
     "delivery.undelivered_ttl_seconds": (0, _UNBOUNDED, True),
     "delivery.max_runs": (1, 1_000_000, False),

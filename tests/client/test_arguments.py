@@ -205,7 +205,7 @@ def test_a_result_is_a_view_of_what_arrived() -> None:
         policy_version=5,
         stale=True,
         history=[
-            v1.Attempt(number=1, engine_id="e", batch_id="4", policy_version=3, ended_seconds=2.0, end="completed"),
+            v1.Attempt(number=1, engine_id="e", batch_id="4", policy_version=3, ended_seconds=2.0, end="stop"),
         ],
     )
     message.extras.update({"routed_experts": [1, 2]})
@@ -218,7 +218,7 @@ def test_a_result_is_a_view_of_what_arrived() -> None:
     assert np.isnan(result.prompt_logprobs[0]) and result.extras == {"routed_experts": [1.0, 2.0]}
     assert result.times == rolloutd.client.Times(queued_seconds=1.0, total_seconds=2.0)
     assert (result.policy_version, result.staleness, result.stale) == (5, 2, True)
-    assert result.history == (rolloutd.client.Attempt(1, "e", "4", 3, 0.0, 2.0, 0, "completed"),)
+    assert result.history == (rolloutd.client.Attempt(1, "e", "4", 3, 0.0, 2.0, 0, "stop"),)
     bare = RolloutResult.from_message(
         v1.RolloutResult(outcome=v1.OUTCOME_CANCELLED, error=v1.Error(code=1, reason="CANCELLED"))
     )

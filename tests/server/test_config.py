@@ -89,6 +89,7 @@ def test_ops_108_the_order_of_keys_has_no_meaning(tmp_path: Path) -> None:
         ("preempt.enabled", "yes please"),
         ("policy.prefix_ttl_steps", -1),
         ("policy.cold_start_prefix_ttl_versions", 0.5),
+        ("publish.flush_tries", 0),
         ("lineage.max_bytes", 10),
         ("lineage.path", "missing-folder/lineage.jsonl"),
         ("index.max_cache_gpu_mb", 100.0),

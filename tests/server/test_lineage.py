@@ -30,6 +30,7 @@ from rolloutd.v1 import (
     OUTCOME_CANCELLED,
     OUTCOME_COMPLETED,
     OUTCOME_ENGINE_REFUSED,
+    OUTCOME_VERSION_UNMET,
     Acknowledgement,
     CancelRolloutsRequest,
     GetGroupRequest,
@@ -117,6 +118,46 @@ async def test_get_rollout_and_the_file_say_the_same_of_every_end(tmp_path: Path
     assert groups["whole"].done and list(groups["whole"].rollout_ids) == ["whole/0", "whole/1"]
 
 
+async def test_every_attempt_is_in_the_history(tmp_path: Path) -> None:
+    path = tmp_path / "lineage.jsonl"
+    async with _logging(path, auto=False, engines=["http://a:1", "http://b:1"]) as rig, rig.stream() as stream:
+        await stream.submit(submission("r", max_new_tokens=8))
+        await until(lambda: any(door.running for door in rig.doors.values()))
+        first, second = sorted(rig.doors.values(), key=lambda door: not door.running)
+        (request,) = await first.wait_running(1)
+        first.report(request, 3)
+        first.fail(request, FaultKind.UNREACHED)
+        (request,) = await second.wait_running(1)
+        second.finish(request)
+        (result,) = await stream.finished(1)
+        asked = await _asked(rig, "r")
+        await rig.server.stop()
+    written, _ = _records(path)
+    assert written["r"] == asked
+    engines = [door.url.removeprefix("http://") for door in (first, second)]
+    assert [(one.number, one.engine_id, one.end) for one in result.history] == [
+        (1, engines[0], "unreached"),
+        (2, engines[1], "length"),
+    ]
+    assert (result.history[1].generated_tokens, result.attempts) == (8, 2)
+    assert 0.0 <= result.history[0].started_seconds <= result.history[0].ended_seconds <= result.times.total_seconds
+    assert (list(asked.engine_ids), list(asked.batch_ids)) == (engines, ["1", "2"])
+    assert list(asked.history) == list(result.history)
+
+
+async def test_a_version_that_nobody_holds_is_waited_for_or_refused() -> None:
+    async with running_server() as rig, rig.stream() as stream:
+        await stream.submit(submission("now", min_version=1, fail_fast=True))
+        rejected = await stream.next("rejected")
+        assert (rejected.error.reason, rejected.error.code) == ("POLICY_VERSION_UNMET", Code.UNAVAILABLE)
+        assert rejected.error.retry_after_seconds > 0
+        await stream.submit(submission("later", exact_version=1, queue_ttl_seconds=0.05), submission("any"))
+        ended = {result.rollout_id: result for result in await stream.finished(2)}
+        assert [ended[name].outcome for name in ("any", "later")] == [OUTCOME_COMPLETED, OUTCOME_VERSION_UNMET]
+        (span,) = ended["any"].spans
+        assert (span.policy_version, span.engine_version, span.start, span.end) == (0, "default", 0, 2)
+
+
 async def test_an_end_without_anybody_connected_is_written_once(tmp_path: Path) -> None:
     path = tmp_path / "lineage.jsonl"
     seen: list[object] = []
@@ -199,7 +240,7 @@ def test_a_lineage_says_everything_and_survives_its_line() -> None:
 
 def test_a_history_that_was_cut_does_not_hide_an_engine_whose_tokens_are_there() -> None:
     spans = (Span(0, "0", 0, 1, "first", 1),)
-    cut = (AttemptRecord(9, "last", 7, 0, 0.0, 1.0, 0, "completed"),)
+    cut = (AttemptRecord(9, "last", 7, 0, 0.0, 1.0, 0, "length"),)
     lineage = to_lineage(_view(spans=spans, history=cut, engine_id="last", batch_id=7), None, 0.0)
     assert lineage is not None
     assert (list(lineage.engine_ids), list(lineage.batch_ids)) == (["first", "last"], ["7"])

@@ -236,7 +236,7 @@ def _result(**changes: Any) -> RolloutResult:
         queued_seconds=0.1, first_token_seconds=0.2, running_seconds=0.3, total_seconds=0.4, prompt_hash="h",
         complete=True, clipped=True, extras={"a": [1, 2.5, None, "x", True], "b": b"\1"}, policy_version=6, stale=True,
         history=(
-            AttemptRecord(1, "d", 3, 4, 0.1, 0.2, 0, "publish"), AttemptRecord(2, "e", 4, 5, 0.3, 0.4, 1, "completed"),
+            AttemptRecord(1, "d", 3, 4, 0.1, 0.2, 0, "publish"), AttemptRecord(2, "e", 4, 5, 0.3, 0.4, 1, "stop"),
         ),
     )  # fmt: skip
     return dataclasses.replace(values, **changes)

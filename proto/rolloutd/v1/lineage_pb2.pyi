@@ -186,7 +186,7 @@ class Lineage(_message.Message):
     cached_tokens: _builtins.int
     """See RolloutResult.cached_tokens."""
     generated_tokens: _builtins.int
-    """Tokens of the result."""
+    """See RolloutResult.generated_tokens."""
     finish_reason: _result_pb2.FinishReason.ValueType
     """Why generation ended. UNSPECIFIED: it did not get that far, or REPLAY."""
     attempts: _builtins.int
@@ -207,7 +207,7 @@ class Lineage(_message.Message):
 
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[_result_pb2.Span]:
-        """Which policy version generated which tokens. Empty: no token."""
+        """Which policy version generated which tokens; with outcome STALE, those that were withheld. Empty: no token."""
 
     @_builtins.property
     def history(self) -> _containers.RepeatedCompositeFieldContainer[_result_pb2.Attempt]:

@@ -57,7 +57,7 @@ class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.Value
     OUTCOME_VERSION_GONE: _Outcome.ValueType  # 12
     """Every engine has left the exact version that it asked for (FAILED_PRECONDITION)."""
     OUTCOME_STALE: _Outcome.ValueType  # 13
-    """Its oldest token was too old when it was done; withheld (FAILED_PRECONDITION)."""
+    """Its oldest token was too old when it was done: all of them are withheld (FAILED_PRECONDITION)."""
 
 class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
     """How a rollout ended. Closed list; each has one gRPC code, given here."""
@@ -91,7 +91,7 @@ OUTCOME_VERSION_UNMET: Outcome.ValueType  # 11
 OUTCOME_VERSION_GONE: Outcome.ValueType  # 12
 """Every engine has left the exact version that it asked for (FAILED_PRECONDITION)."""
 OUTCOME_STALE: Outcome.ValueType  # 13
-"""Its oldest token was too old when it was done; withheld (FAILED_PRECONDITION)."""
+"""Its oldest token was too old when it was done: all of them are withheld (FAILED_PRECONDITION)."""
 Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
 class _FinishReason:
@@ -124,7 +124,9 @@ Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
 class Span(_message.Message):
-    """What one attempt generated, as a range of the result's tokens. Spans are in order, without gap or overlap."""
+    """What one attempt generated under one policy version, as a range of the result's tokens. Spans are in order, without
+    gap or overlap. The span of a REPLAY is empty and names the policy of its log-probs.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -193,8 +195,8 @@ class Attempt(_message.Message):
     generated_tokens: _builtins.int
     """Tokens it brought back."""
     end: _builtins.str
-    """How it ended, in one word: "completed", why it was stopped ("preempt", "budget", "publish", ...) or how it failed
-    ("broken", "busy", ...).
+    """How it ended, in one word: the engine's finish reason ("stop", "length", "abort"), why it was stopped ("preempt",
+    "budget", "publish", ...) or how it failed ("broken", "busy", ...).
     """
     def __init__(
         self,
@@ -377,7 +379,7 @@ class RolloutResult(_message.Message):
     cached_tokens: _builtins.int
     """Prompt tokens served from the engine's prefix cache in the first attempt that produced a token."""
     generated_tokens: _builtins.int
-    """Length of token_bytes in tokens."""
+    """Length of token_bytes in tokens; with outcome STALE, of what was withheld."""
     clipped: _builtins.bool
     """Whether max_new_tokens was shortened to fit the context (clip_max_new_tokens)."""
     prompt_hash: _builtins.str
@@ -389,7 +391,9 @@ class RolloutResult(_message.Message):
     the smallest policy_version of its spans.
     """
     stale: _builtins.bool
-    """Whether its oldest token was older than it allows, and the run asked for such results all the same (ON_STALE_FLAG)."""
+    """Whether its oldest token was older than it allows: its tokens are withheld (outcome STALE), or here because the run
+    asks for such results (ON_STALE_FLAG).
+    """
     @_builtins.property
     def error(self) -> _error_pb2.Error:
         """Why, when outcome is not COMPLETED. Absent for COMPLETED."""
@@ -400,7 +404,9 @@ class RolloutResult(_message.Message):
 
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Span]:
-        """Which policy version generated which tokens, over token_bytes. Empty: no token."""
+        """Which policy version generated which tokens, over token_bytes; with outcome STALE, those that were withheld. Empty:
+        no token.
+        """
 
     @_builtins.property
     def times(self) -> Global___Times:

@@ -519,12 +519,14 @@ class RolloutSubmission(_message.Message):
     Absent: the run's default. 0: any, whatever the run's default is.
     """
     exact_version: _builtins.int
-    """The only policy version that may write its tokens, at least 0 and min_version; once every engine has left it, the
+    """The only policy version that may write its tokens, at least 0 and min_version; the run's defaults of min_version and
+    max_staleness do not apply. Once every engine has left it, the submission is refused (POLICY_VERSION_GONE) or the
     rollout ends with VERSION_GONE. Absent: any. 0 is the weights as registered.
     """
     max_staleness: _builtins.int
     """Versions that its oldest token may be behind the newest of its run and pool, looked at when it is accepted,
-    dispatched and done. Absent: the run's default. 0: only the newest. -1: any, whatever the run's default is.
+    dispatched and done; what is too old when it is done, ends as the run's on_stale says. Absent: the run's default.
+    0: only the newest. -1: any, whatever the run's default is.
     """
     max_partial_span: _builtins.int
     """Versions between its oldest and its newest token: whether what one policy began another may go on with. Absent: the
