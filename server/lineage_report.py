@@ -76,7 +76,7 @@ def _rows(sums: _Sums) -> Iterator[tuple[str, int]]:
     for outcome, count in sums.outcomes.most_common():
         yield f"  {outcome}", count
     yield "complete", sums.complete
-    yield "stale, flagged", sums.stale
+    yield "stale", sums.stale
     yield "generated tokens", sums.tokens
     yield "with tokens", sums.with_tokens
     for versions, count in sorted(sums.versions.items()):

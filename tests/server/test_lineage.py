@@ -173,6 +173,8 @@ async def test_an_end_without_anybody_connected_is_written_once(tmp_path: Path) 
         await until(lambda: sum(isinstance(action, Undelivered) for action in seen) == 3)  # two results and their group
         async with rig.stream() as stream:
             await stream.finished(2)  # delivered now
+        labels = {"outcome": "completed", "rollout_class": "critical", "task_type": "generation"}
+        assert rig.server.metrics.registry.get_sample_value("rolloutd_rollouts_finished_total", labels) == 2.0
         await rig.server.stop()
     rollouts, groups = _records(path)
     assert rollouts.keys() == {"late/0", "late/1"}
@@ -278,7 +280,7 @@ def test_the_command_sums_a_file_up(tmp_path: Path, capsys: pytest.CaptureFixtur
     rows = [line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
     sums = {name.strip(): int(value) for name, value in rows}
     assert sums == {
-        "rollouts": 3, "completed": 2, "cancelled": 1, "complete": 2, "stale, flagged": 1, "generated tokens": 3,
+        "rollouts": 3, "completed": 2, "cancelled": 1, "complete": 2, "stale": 1, "generated tokens": 3,
         "with tokens": 2, "of 1 version": 1, "of 2 versions": 1, "oldest 2 behind": 1, "oldest 6 behind": 1,
         "groups": 1, "partial": 1, "failed members": 1,
     }  # fmt: skip
