@@ -158,6 +158,14 @@ class Deliver:
 
 
 @dataclass(frozen=True, slots=True)
+class Undelivered:
+    """A durable event happened whose consumer is not connected: it is delivered when one attaches."""
+
+    run_id: str
+    event: Finished | GroupFinished
+
+
+@dataclass(frozen=True, slots=True)
 class EndStream:
     """Close a consumer's stream; `error` None means a clean end."""
 
@@ -182,4 +190,6 @@ class Record:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-Action = Dispatch | Abort | Control | PublishProgress | PublishEnded | Deliver | EndStream | Refuse | Record
+Action = (
+    Dispatch | Abort | Control | PublishProgress | PublishEnded | Deliver | Undelivered | EndStream | Refuse | Record
+)

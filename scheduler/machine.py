@@ -64,7 +64,7 @@ from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.states import Code, RolloutClass, RolloutState
 from rolloutd.scheduler.timers import TimerKind
-from rolloutd.scheduler.views import Decision, EngineView, RolloutView, RunView, Statistics, StoryEntry
+from rolloutd.scheduler.views import Decision, EngineView, GroupView, RolloutView, RunView, Statistics, StoryEntry
 from rolloutd.scheduler.world import World
 
 
@@ -267,6 +267,12 @@ class Scheduler:
         run = self._world.runs.get(run_id)
         rollout = None if run is None else run.rollouts.get(rollout_id)
         return None if rollout is None else snapshot.rollout_view(rollout, now)
+
+    def group_view(self, run_id: str, group_id: str) -> GroupView | None:
+        """None also once the last result of the group was acknowledged."""
+        run = self._world.runs.get(run_id)
+        group = None if run is None else run.groups.get(group_id)
+        return None if group is None else snapshot.group_view(group)
 
     def list_rollouts(
         self,

@@ -103,7 +103,7 @@ class AttemptRecord:
     started_seconds: float
     ended_seconds: float
     generated_tokens: int  # that it brought back
-    end: str  # "completed", an abort's reason or a fault in one word
+    end: str  # the engine's finish reason, why we stopped it, or its fault, in one word
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 
 from rolloutd.scheduler.engine import Engine
+from rolloutd.scheduler.group import Group
 from rolloutd.scheduler.rollout import Rollout
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.states import Gate, RolloutClass, RolloutState, TaskType
@@ -13,6 +14,7 @@ from rolloutd.scheduler.views import (
     Counts,
     Decision,
     EngineView,
+    GroupView,
     RolloutView,
     RunView,
     Statistics,
@@ -115,6 +117,19 @@ def rollout_view(rollout: Rollout, now: float) -> RolloutView:
         waited_seconds=rollout.queued_seconds + (now - rollout.queued_at if queued else 0.0),
         gate=entry.held_gate if entry is not None else Gate.OPEN,
         result=rollout.result,
+        seed=rollout.spec.seeds[rollout.sample_index] if rollout.spec.seeds else None,
+        accepted_at_seconds=rollout.submitted_at,
+    )
+
+
+def group_view(group: Group) -> GroupView:
+    return GroupView(
+        group_id=group.group_id,
+        size=group.size,
+        members=tuple(group.members),
+        finished=group.finished,
+        failed=tuple(group.failed),
+        done=group.notified,
     )
 
 

@@ -128,11 +128,13 @@ class RolloutView:
     waited_seconds: float
     gate: Gate  # why it is not running, where that is known
     result: RolloutResult | None
+    seed: int | None  # None: the engine's choice
+    accepted_at_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
-    """How far a group is: complete when all `size` members completed, partial while some are missing or failed."""
+    """How far a group is: complete when all `size` members completed, partial once one of them failed."""
 
     group_id: str
     size: int

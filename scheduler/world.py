@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rolloutd.scheduler.actions import Action, Deliver, EndStream, Notice, NoticeKind, Record
+from rolloutd.scheduler.actions import Action, Deliver, EndStream, Notice, NoticeKind, Record, Undelivered
 from rolloutd.scheduler.computing import Computing
 from rolloutd.scheduler.config import SchedulerConfig
 from rolloutd.scheduler.considered import NOTHING, Considered
@@ -128,6 +128,8 @@ class World:
         consumer = run.consumers.get(consumer_id)
         if consumer is not None and consumer.attached:
             self.actions.append(Deliver(run.run_id, consumer_id, cursor, event))
+        elif cursor:
+            self.actions.append(Undelivered(run.run_id, event))
 
     def notify(self, run: Run, kind: NoticeKind, message: str, seconds: float = 0.0) -> None:
         """Tell every attached consumer of a run."""

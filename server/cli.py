@@ -1,4 +1,4 @@
-"""The command `rolloutd`: serve, check, health, engine-sim, submit, demo.
+"""The command `rolloutd`: serve, check, health, engine-sim, submit, lineage, demo.
 
 Invariants
 - Parsing needs nothing heavy; each command imports what it runs.
@@ -113,6 +113,15 @@ def _parser(command: Sequence[str]) -> argparse.ArgumentParser:
     submit.add_argument("--in-flight", type=int, default=1024, help="lines handed over at a time")
     submit.set_defaults(run=_submit)
 
+    lineage = commands.add_parser(
+        "lineage",
+        help="sum up a lineage file",
+        description="Sum up the files that a server with lineage.path writes: how rollouts ended, how many policy versions "
+        "wrote them, how old their tokens were, and which groups are complete.",
+    )
+    lineage.add_argument("files", nargs="+", type=Path, metavar="FILE")
+    lineage.set_defaults(run=_lineage)
+
     commands.add_parser("demo", help="watch a GRPO-shaped loop over simulated engines", add_help=False)
     return parser
 
@@ -203,6 +212,12 @@ def _submit(options: argparse.Namespace) -> int:
     from rolloutd.server.submit import submit
 
     return submit(options.server, access, options.run_id, options.input, options.output, options.in_flight)
+
+
+def _lineage(options: argparse.Namespace) -> int:
+    from rolloutd.server.lineage_report import report
+
+    return report(options.files, sys.stdout)
 
 
 def _health(options: argparse.Namespace) -> int:

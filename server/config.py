@@ -28,6 +28,7 @@ from rolloutd.scheduler.config import (
     IndexSettings,
     PolicySettings,
     PreemptSettings,
+    PublishSettings,
     QueueSettings,
     SchedulerConfig,
     WeightDefaults,
@@ -43,7 +44,6 @@ DEFAULT_POOL = "policy"
 
 # Settings that other systems' files carry and that would have no effect here yet.
 _NOT_YET = {
-    "policy.prefix_ttl_steps": (0, "needs published policy versions, which this release does not have; set 0"),
     "index.max_cache_gpu_mb": (None, "is not supported yet; give the cap in tokens as index.max_cached_tokens"),
 }
 
@@ -76,7 +76,9 @@ class PoolSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class DecisionLogSettings:
+class JsonLinesSettings:
+    """`decision_log.*` and `lineage.*`: a file of JSON lines (`path` None: none), its size, and how many older ones stay."""
+
     path: str | None = None
     max_bytes: int = 64 << 20
     files: int = 4
@@ -111,7 +113,8 @@ class ServerConfig:
     tls: TlsSettings = TlsSettings()
     log_json: bool = False
     log_level: str = "info"
-    decision_log: DecisionLogSettings = DecisionLogSettings()
+    decision_log: JsonLinesSettings = JsonLinesSettings()
+    lineage: JsonLinesSettings = JsonLinesSettings()
     engine_manager: EngineManagerSettings = EngineManagerSettings()
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -141,7 +144,20 @@ def load_config(
     for key, (neutral, problem) in _NOT_YET.items():
         if values[key] != neutral:
             raise ConfigError(f"{key} ({origins[key]}): {problem}")
+    _apply_prefix_ttl_steps(values, origins)
     return _build(values, origins)
+
+
+def _apply_prefix_ttl_steps(values: dict[str, Any], origins: dict[str, str]) -> None:
+    """The name by which other systems' files know the stable phase's prefix TTL: a step publishes one version."""
+    key, own = "policy.prefix_ttl_steps", "policy.stable_prefix_ttl_versions"
+    if values[key] is None:
+        return
+    if origins[own] != "default" and values[own] != values[key]:
+        raise ConfigError(
+            f"{key} ({origins[key]}): is another name of {own}, which is given too ({values[own]}); give one"
+        )
+    values[own], origins[own] = values[key], origins[key]
 
 
 def parse_engine_flag(text: str) -> dict[str, Any]:
@@ -241,6 +257,7 @@ def _build(values: dict[str, Any], origins: dict[str, str]) -> ServerConfig:
         policy=PolicySettings(**core["policy"]),
         budget=BudgetSettings(default=_default_budget(section("budget"), origins), **core["budget"]),
         executor=ExecutorSettings(**core["executor"]),
+        publish=PublishSettings(**core["publish"]),
         delivery=DeliverySettings(**core["delivery"]),
         index=IndexSettings(**core["index"]),
     )
@@ -251,6 +268,7 @@ def _build(values: dict[str, Any], origins: dict[str, str]) -> ServerConfig:
     log = section("log")
     tls = TlsSettings(**section("tls"))
     _check_access(values, origins, tls)
+    _check_record_files(values, origins)
     return ServerConfig(
         **section("server"),
         tls=tls,
@@ -258,7 +276,8 @@ def _build(values: dict[str, Any], origins: dict[str, str]) -> ServerConfig:
         pools=_pools(values["pools"], origins["pools"]),
         log_json=log["json"],
         log_level=log["level"],
-        decision_log=DecisionLogSettings(**section("decision_log")),
+        decision_log=JsonLinesSettings(**section("decision_log")),
+        lineage=JsonLinesSettings(**section("lineage")),
         engine_manager=EngineManagerSettings(**manager),
         scheduler=scheduler,
         values=values,
@@ -279,6 +298,16 @@ def _check_access(values: Mapping[str, Any], origins: Mapping[str, str], tls: Tl
             "(tls.client_ca_file); where the network itself keeps strangers out, server.allow_unauthenticated: true (or "
             "--allow-unauthenticated)"
         )
+
+
+def _check_record_files(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+    keys = ("decision_log.path", "lineage.path")
+    for key in keys:
+        if values[key] is not None and not Path(values[key]).absolute().parent.is_dir():
+            raise ConfigError(f"{key} ({origins[key]}): the folder of {values[key]!r} does not exist; make it first")
+    decisions, lineage = (values[key] for key in keys)
+    if decisions is not None and lineage is not None and Path(decisions).absolute() == Path(lineage).absolute():
+        raise ConfigError(f"lineage.path ({origins['lineage.path']}): is decision_log.path too; name another file")
 
 
 def _default_budget(section: Mapping[str, Any], origins: Mapping[str, str]) -> Budget:

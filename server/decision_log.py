@@ -1,46 +1,31 @@
-"""Decisions as rotating JSON lines, for those who want to know tomorrow why something was placed today.
+"""Decisions in a file, for those who want to know tomorrow why something was placed today.
 
 Invariants
-- Writing never holds the loop: lines gather in memory and a thread writes them.
-- Memory is bounded: above `MAX_BUFFERED` lines the newest are dropped and counted, never silently.
 - Each decision about a rollout is written once.
 
-What this module does not know: why something was decided.
+What this module does not know: files, and why something was decided.
 """
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import logging.handlers
 import time
 
 import orjson
 
 from rolloutd.scheduler import actions, events
 from rolloutd.scheduler.views import Decision
-from rolloutd.server.config import DecisionLogSettings
-from rolloutd.server.logging import get_logger
+from rolloutd.server.json_lines import JsonLines
 from rolloutd.server.loop import RunLoop
-
-MAX_BUFFERED = 65_536
-_FLUSH_SECONDS = 0.5
 
 
 class DecisionLog:
-    """Hangs on the run loop; `run()` is its writer."""
+    """Hangs on the run loop and hands lines to `lines`."""
 
-    def __init__(self, loop: RunLoop, settings: DecisionLogSettings) -> None:
-        assert settings.path is not None
+    def __init__(self, loop: RunLoop, lines: JsonLines[str]) -> None:
         self._loop = loop
-        self._file = logging.handlers.RotatingFileHandler(
-            settings.path, maxBytes=settings.max_bytes, backupCount=settings.files, encoding="utf-8"
-        )
-        self._lines: list[str] = []
+        self._lines = lines
         self._written_until: dict[tuple[str, str], float] = {}
         self._epoch_offset = time.time() - loop.clock()
-        self.dropped_lines = 0
-        self._log = get_logger("decision_log")
         loop.observers.append(self.observe)
 
     def observe(self, event: events.Event, result: list[actions.Action]) -> None:
@@ -49,20 +34,11 @@ class DecisionLog:
         for action in result:
             if isinstance(action, actions.Dispatch):
                 self._keep(action.run_id, action.rollout_id)
-            elif isinstance(action, actions.Deliver) and isinstance(action.event, actions.Finished) and not redelivery:
-                rollout = action.event.result
-                self._keep(rollout.run_id, rollout.rollout_id)
-                self._written_until.pop((rollout.run_id, rollout.rollout_id), None)
-
-    async def run(self) -> None:
-        """Write what gathered, twice a second, until cancelled; then write the rest."""
-        try:
-            while True:
-                await asyncio.sleep(_FLUSH_SECONDS)
-                await self._flush()
-        finally:
-            await asyncio.shield(self._flush())
-            self._file.close()
+            elif isinstance(action, actions.Deliver | actions.Undelivered) and not redelivery:
+                if isinstance(action.event, actions.Finished):
+                    rollout = action.event.result
+                    self._keep(rollout.run_id, rollout.rollout_id)
+                    self._written_until.pop((rollout.run_id, rollout.rollout_id), None)
 
     def _keep(self, run_id: str, rollout_id: str) -> None:
         explained = self._loop.core.explain(run_id, rollout_id)
@@ -73,10 +49,7 @@ class DecisionLog:
         for decision in explained[0]:
             if decision.at_seconds > after:
                 self._written_until[key] = decision.at_seconds
-                if len(self._lines) >= MAX_BUFFERED:
-                    self.dropped_lines += 1
-                else:
-                    self._lines.append(self._line(decision))
+                self._lines.put(self._line(decision))
 
     def _line(self, decision: Decision) -> str:
         return orjson.dumps(
@@ -100,15 +73,3 @@ class DecisionLog:
                 "message": decision.message,
             }
         ).decode()
-
-    async def _flush(self) -> None:
-        lines, self._lines = self._lines, []
-        if self.dropped_lines:
-            self._log.warning("decisions_dropped", lines=self.dropped_lines)
-            self.dropped_lines = 0
-        if lines:
-            await asyncio.to_thread(self._write, lines)
-
-    def _write(self, lines: list[str]) -> None:
-        for line in lines:
-            self._file.emit(logging.LogRecord("decision", logging.INFO, "", 0, line, None, None))

@@ -103,7 +103,7 @@ class Metrics:
         if isinstance(event, events.AttachConsumer):
             return  # what is delivered again was counted when it ended
         for action in result:
-            if isinstance(action, actions.Deliver):
+            if isinstance(action, actions.Deliver | actions.Undelivered):
                 if isinstance(action.event, actions.Finished):
                     self._ended(action.event.result)
                 elif isinstance(action.event, actions.Rejected):

@@ -35,6 +35,8 @@ from rolloutd.server.engine_manager import EngineManager
 from rolloutd.server.engine_service import EngineService
 from rolloutd.server.errors import SHUTTING_DOWN
 from rolloutd.server.garbage import Garbage
+from rolloutd.server.json_lines import JsonLines
+from rolloutd.server.lineage_log import LineageLog, line_of
 from rolloutd.server.logging import configure_logging, get_logger
 from rolloutd.server.loop import RunLoop
 from rolloutd.server.metrics import Metrics
@@ -96,7 +98,7 @@ class Server:
         )
         self.metrics = Metrics(self.state)
         self._endpoint: MetricsEndpoint | None = None
-        self._decision_log: asyncio.Task[None] | None = None
+        self._files: list[JsonLines[Any]] = []
         self._health = health.aio.HealthServicer()
         self._grpc: grpc.aio.Server | None = None
 
@@ -134,8 +136,15 @@ class Server:
             await self._endpoint.start()
             self.metrics_port = self._endpoint.port
         if config.decision_log.path is not None:
-            log = DecisionLog(self.loop, config.decision_log)
-            self._decision_log = asyncio.create_task(log.run(), name="decision log")
+            decisions: JsonLines[str] = JsonLines(config.decision_log, str, "decision_log")
+            DecisionLog(self.loop, decisions)
+            self._files.append(decisions)
+        if config.lineage.path is not None:
+            lineages = JsonLines(config.lineage, line_of, "lineage")
+            LineageLog(self.state, lineages)
+            self._files.append(lineages)
+        for file in self._files:
+            file.start()
         await server.start()
         self._grpc = server
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
@@ -166,9 +175,8 @@ class Server:
         self._grpc = None
         await self.loop.close()
         await self.engines.close()
-        if self._decision_log is not None:
-            self._decision_log.cancel()
-            await asyncio.gather(self._decision_log, return_exceptions=True)
+        for file in self._files:
+            await file.close()
         if self._endpoint is not None:
             await self._endpoint.stop()
         _serving_loop = None

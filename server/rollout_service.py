@@ -31,6 +31,7 @@ from rolloutd.server.rollout_changes import apply_update, find_rollouts
 from rolloutd.server.rollout_stream import RolloutStream, StreamContext
 from rolloutd.server.state import ServerState
 from rolloutd.server.translate_event import to_decision, to_result, to_rollout, to_state, to_story_entry
+from rolloutd.server.translate_lineage import to_group
 from rolloutd.server.translate_request import MAX_SECONDS, to_spec
 from rolloutd.v1 import (
     ITEM_KIND_UPDATE,
@@ -38,6 +39,8 @@ from rolloutd.v1 import (
     CancelRolloutsResponse,
     ExplainRolloutRequest,
     ExplainRolloutResponse,
+    GetGroupRequest,
+    GetGroupResponse,
     GetRolloutRequest,
     GetRolloutResponse,
     ListRolloutsRequest,
@@ -134,7 +137,22 @@ class RolloutService(RolloutServiceServicer):
     @handler
     async def GetRollout(self, request: GetRolloutRequest, context: Any) -> GetRolloutResponse:
         view = self._view(request.run_id, request.rollout_id)
-        return GetRolloutResponse(rollout=to_rollout(view, with_result=True))
+        return GetRolloutResponse(
+            rollout=to_rollout(view, self._loop.clock(), with_result=True),
+            lineage=self._state.lineage(request.run_id, request.rollout_id),
+        )
+
+    @handler
+    async def GetGroup(self, request: GetGroupRequest, context: Any) -> GetGroupResponse:
+        _require_run(request.run_id)
+        if not request.group_id:
+            raise field_error("group_id", "is required")
+        view = self._loop.core.group_view(request.run_id, request.group_id)
+        if view is None:
+            raise Refused(not_found("group", request.group_id))
+        return GetGroupResponse(
+            group=to_group(request.run_id, view), policy_version=self._state.policy_version(request.run_id)
+        )
 
     @handler
     async def ListRollouts(self, request: ListRolloutsRequest, context: Any) -> ListRolloutsResponse:
@@ -165,7 +183,7 @@ class RolloutService(RolloutServiceServicer):
                     continue
                 if classes and view.rollout_class + 1 not in classes:
                     continue
-                response.rollouts.append(to_rollout(view, with_result=False))
+                response.rollouts.append(to_rollout(view, self._loop.clock(), with_result=False))
         if more:
             response.next_page_token = encode_token(after, filters)
         return response
@@ -180,7 +198,7 @@ class RolloutService(RolloutServiceServicer):
         now = self._loop.clock()
         version = self._state.policy_version(request.run_id)
         return ExplainRolloutResponse(
-            rollout=to_rollout(view, with_result=False),
+            rollout=to_rollout(view, now, with_result=False),
             decisions=[to_decision(decision, now, version) for decision in decisions],
             story=[to_story_entry(entry, now) for entry in story],
             policy_version=version,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
+import time
 import uuid
 from dataclasses import dataclass, field
 
@@ -19,8 +20,9 @@ from rolloutd.server.errors import not_found
 from rolloutd.server.loop import RunLoop
 from rolloutd.server.publications import Publications
 from rolloutd.server.tokenizing import Tokenizers
+from rolloutd.server.translate_lineage import to_lineage
 from rolloutd.server.translate_request import MAX_SAMPLES
-from rolloutd.v1 import Limits, ServerInfo
+from rolloutd.v1 import Limits, Lineage, ServerInfo
 
 MAX_ITEMS_PER_MESSAGE = 16_384
 MAX_PAGE_SIZE = 1000
@@ -47,6 +49,10 @@ class ServerState:
     _draining: asyncio.Event = field(default_factory=asyncio.Event)
     version: str = field(default_factory=server_version)
     instance_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    unix_offset_seconds: float = 0.0  # from the core's clock to that of Unix, read once: the system's may be set
+
+    def __post_init__(self) -> None:
+        self.unix_offset_seconds = time.time() - self.loop.clock()
 
     @property
     def draining(self) -> bool:
@@ -92,6 +98,14 @@ class ServerState:
     def policy_version(self, run_id: str) -> int:
         view = self.run_view(run_id)
         return view.policy_version if view is not None else 0
+
+    def lineage(self, run_id: str, rollout_id: str) -> Lineage | None:
+        """Where a result comes from; None while there is none, or no more."""
+        view = self.loop.core.rollout_view(run_id, rollout_id, self.loop.clock())
+        if view is None:
+            return None
+        group = self.loop.core.group_view(run_id, view.group_id) if view.group_id else None
+        return to_lineage(view, group, self.unix_offset_seconds)
 
     def fence(self, run_id: str, epoch: int | None) -> Refusal | int:
         """The epoch to act with: the caller's own, or the run's for an operator's call (None). Refuses an old one."""

@@ -195,6 +195,9 @@ def _row(result: RolloutResult, submission: str, attempt: int, number: int) -> d
         "cached_tokens": result.cached_tokens,
         "engine_id": result.engine_id,
         "attempts": result.attempts,
+        "policy_version": result.policy_version,
+        "stale": result.stale,
+        "spans": [[span.policy_version, span.start, span.end] for span in result.spans],
         "queued_seconds": result.times.queued_seconds,
         "total_seconds": result.times.total_seconds,
     }

@@ -12,14 +12,14 @@ from __future__ import annotations
 import base64
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 from google.protobuf import struct_pb2
 
 from rolloutd.scheduler import actions
-from rolloutd.scheduler.result import RolloutResult
+from rolloutd.scheduler.result import AttemptRecord, RolloutResult, Span
 from rolloutd.scheduler.states import Gate, RolloutState, TaskType
 from rolloutd.scheduler.views import Decision, DecisionKind, RolloutView, StoryEntry
 from rolloutd.server.errors import to_error
@@ -32,6 +32,7 @@ from rolloutd.v1 import (
     Rejected,
     Rollout,
     ServerInfo,
+    Times,
     TopLogprobs,
 )
 from rolloutd.v1 import Decision as DecisionMessage
@@ -68,6 +69,7 @@ _NOTICES = {
     actions.NoticeKind.BUDGET_LEASE_EXPIRED: 4,
     actions.NoticeKind.DRAINING: 5,
     actions.NoticeKind.RESULTS_EXPIRED: 9,
+    actions.NoticeKind.VERSION_PUBLISHED: 10,
 }
 
 _DECISIONS = {
@@ -146,7 +148,7 @@ def to_event(
 _SAME_FIELDS = tuple(
     """run_id group_id sample_index session_id turn complete text prompt_token_bytes prompt_logprob_bytes engine_id
     attempts preemptions prompt_tokens cached_tokens generated_tokens clipped prompt_hash token_bytes
-    logprob_bytes""".split()
+    logprob_bytes policy_version stale""".split()
 )
 _same_fields = operator.attrgetter(*_SAME_FIELDS)
 
@@ -164,23 +166,12 @@ def to_result(result: RolloutResult, into: ResultMessage | None = None) -> Resul
     message.rollout_class = rollout_class
     message.task_type = task_type
     message.outcome = outcome
-    message.finish_reason = _finish_reason(result)
-    for span in result.spans:
-        message.spans.add(
-            policy_version=span.policy_version,
-            engine_version=span.engine_version,
-            start=span.start,
-            end=span.end,
-            engine_id=span.engine_id,
-            attempt=span.attempt,
-        )
+    message.finish_reason = to_finish_reason(result)
+    add_spans(message.spans, result.spans)
+    add_history(message.history, result.history)
     if result.batch_id:
         message.batch_id = to_batch_id(result.batch_id)
-    times = message.times
-    times.queued_seconds = result.queued_seconds
-    times.first_token_seconds = result.first_token_seconds
-    times.running_seconds = result.running_seconds
-    times.total_seconds = result.total_seconds
+    set_times(message.times, result)
     if result.step is not None:
         message.step = result.step
     if result.error is not None:
@@ -198,15 +189,51 @@ def to_result(result: RolloutResult, into: ResultMessage | None = None) -> Resul
     return message
 
 
+def add_spans(target: Any, spans: Iterable[Span]) -> None:
+    """`target`: a repeated field of the contract's spans."""
+    for span in spans:
+        target.add(
+            policy_version=span.policy_version,
+            engine_version=span.engine_version,
+            start=span.start,
+            end=span.end,
+            engine_id=span.engine_id,
+            attempt=span.attempt,
+        )
+
+
+def add_history(target: Any, history: Iterable[AttemptRecord]) -> None:
+    """`target`: a repeated field of the contract's attempts."""
+    for record in history:
+        target.add(
+            number=record.number,
+            engine_id=record.engine_id,
+            batch_id=to_batch_id(record.batch_id),
+            policy_version=record.policy_version,
+            started_seconds=record.started_seconds,
+            ended_seconds=record.ended_seconds,
+            generated_tokens=record.generated_tokens,
+            end=record.end,
+        )
+
+
+def set_times(times: Times, result: RolloutResult) -> None:
+    times.queued_seconds = result.queued_seconds
+    times.first_token_seconds = result.first_token_seconds
+    times.running_seconds = result.running_seconds
+    times.total_seconds = result.total_seconds
+
+
 def to_batch_id(batch_id: int) -> str:
     """Batches are numbered from 1 in the core; 0 is none."""
     return str(batch_id) if batch_id else ""
 
 
-def to_rollout(view: RolloutView, with_result: bool) -> Rollout:
-    """A rollout as it is now."""
+def to_rollout(view: RolloutView, now: float, with_result: bool) -> Rollout:
+    """A rollout as it is `now`, on the core's clock."""
     rollout_class: Any = view.rollout_class + 1
     task_type: Any = view.task_type + 1
+    origin: Any = view.origin + 1
     message = Rollout(
         rollout_id=view.rollout_id,
         run_id=view.run_id,
@@ -214,13 +241,23 @@ def to_rollout(view: RolloutView, with_result: bool) -> Rollout:
         state=to_state(view.state, view.gate),
         rollout_class=rollout_class,
         task_type=task_type,
+        pool=view.pool,
         group_id=view.group_id,
+        sample_index=view.sample_index,
+        session_id=view.session_id,
+        turn=view.turn,
+        parent_rollout_id=view.parent_rollout_id,
         stratum=view.stratum,
+        origin=origin,
+        needed_by_step=view.needed_by_step,
         prompt_tokens=view.prompt_tokens,
+        max_new_tokens=view.max_new_tokens,
         generated_tokens=view.generated_tokens,
         attempts=view.attempts,
         preemptions=view.preemptions,
         engine_id=view.engine_id,
+        batch_id=to_batch_id(view.batch_id),
+        age_seconds=max(0.0, now - view.accepted_at_seconds),
     )
     if with_result and view.result is not None:
         message.result.CopyFrom(to_result(view.result))
@@ -280,7 +317,8 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
-def _finish_reason(result: RolloutResult) -> FinishReason.ValueType:
+def to_finish_reason(result: RolloutResult) -> FinishReason.ValueType:
+    """Why generation ended; UNSPECIFIED where there was none."""
     if result.task_type is TaskType.REPLAY:
         return FINISH_REASON_UNSPECIFIED
     return _FINISH_REASONS.get(result.finish_reason, FINISH_REASON_UNSPECIFIED)

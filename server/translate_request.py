@@ -34,6 +34,8 @@ MAX_SAMPLES = 4096
 MAX_TOP_LOGPROBS = 1024
 MAX_DROP_REASON_CHARACTERS = 64
 SEED_LIMIT = 1 << 63
+# "Any age" for the core, which reads None as "the run's default": more versions than a run can publish.
+ANY_VERSIONS = 1 << 62
 _INTEGER_LIMIT = 1 << 63
 DEFAULT_POOL = "policy"
 # Sampling parameters remembered as read and found right, by their bytes on the wire: at most so many, of such a size.
@@ -63,6 +65,18 @@ class Checker:
             self.wrong(field, f"must be between 0 and {MAX_SECONDS:.0f} seconds, got {value:g}")
             return 0.0
         return value
+
+    def version(self, field: str, value: int) -> int:
+        if value < 0:
+            self.wrong(field, f"must be a policy version, at least 0, got {value}")
+            return 0
+        return value
+
+    def age(self, field: str, value: int) -> int | None:
+        """A number of policy versions; None for -1, which is any."""
+        if value < -1:
+            self.wrong(field, f"must be at least 0 versions, or -1 for any, got {value}")
+        return None if value < 0 else value
 
     def within(self, field: str, value: float, low: float, high: float, low_excluded: bool = False) -> None:
         if not (low < value <= high if low_excluded else low <= value <= high):
@@ -135,6 +149,7 @@ def to_spec(message: RolloutSubmission) -> RolloutSpec:
         if message.top_logprobs > MAX_TOP_LOGPROBS:
             check.wrong("top_logprobs", f"must be at most {MAX_TOP_LOGPROBS}, got {message.top_logprobs}")
         values["top_logprobs"], values["logprobs"] = message.top_logprobs, True
+    values.update(_versions(given, check))
     if "engine_params" in given:
         values["engine_params"] = _engine_params(message, check)
     if "engine_labels" in given:
@@ -173,6 +188,18 @@ _ENUMS: Mapping[str, type[Any]] = {
     "origin": Origin,
     "on_preempt": OnPreempt,
 }
+
+
+def _versions(given: Mapping[str, Any], check: Checker) -> dict[str, int]:
+    """Which policies may write its tokens, as the core's fields of the same names."""
+    versions = {name: check.version(name, given[name]) for name in ("min_version", "exact_version") if name in given}
+    low, exact = versions.get("min_version", 0), versions.get("exact_version")
+    if exact is not None and low > exact:
+        check.wrong("min_version", f"must be at most exact_version ({exact}), got {low}")
+    for name in ("max_staleness", "max_partial_span"):
+        if name in given:
+            versions[name] = ANY_VERSIONS if (limit := check.age(name, given[name])) is None else limit
+    return versions
 
 
 def _seeds(message: RolloutSubmission, samples: int, check: Checker) -> tuple[int, ...]:

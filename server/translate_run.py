@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 
 from rolloutd.scheduler.config import SchedulerConfig
 from rolloutd.scheduler.spec import Budget, Quota, RunSettings, StepReport, Weights
-from rolloutd.scheduler.states import OnPreempt, RolloutClass, TaskType, TrainerState
+from rolloutd.scheduler.states import OnPreempt, OnStale, ReleaseMemory, RolloutClass, TaskType, TrainerState
 from rolloutd.scheduler.views import Counts, RunView
 from rolloutd.server.translate_request import MAX_SECONDS, Checker
 from rolloutd.v1 import Budget as BudgetMessage
@@ -75,6 +75,7 @@ def merge_settings(current: RunSettings, message: RunConfig) -> RunSettings:
     rollout_class = check.enum("config.defaults.rollout_class", defaults.rollout_class, RolloutClass)
     if rollout_class is not None:
         changes["default_class"] = rollout_class
+    changes.update(_version_changes(current, message, check))
     if message.target_mix:
         for stratum, share in message.target_mix.items():
             if not math.isfinite(share) or share < 0:
@@ -102,6 +103,31 @@ def merge_settings(current: RunSettings, message: RunConfig) -> RunSettings:
     return dataclasses.replace(current, **changes)
 
 
+def _version_changes(current: RunSettings, message: RunConfig, check: Checker) -> dict[str, Any]:
+    """What the message says about policy versions and the memory of engines."""
+    changes: dict[str, Any] = {}
+    defaults = message.defaults
+    if defaults.HasField("min_version"):
+        changes["min_version"] = check.version("config.defaults.min_version", defaults.min_version)
+    if defaults.HasField("max_staleness"):
+        changes["max_staleness"] = check.age("config.defaults.max_staleness", defaults.max_staleness)
+    if defaults.HasField("max_partial_span"):
+        changes["max_partial_span"] = check.age("config.defaults.max_partial_span", defaults.max_partial_span)
+    if message.HasField("prefix_ttl_versions"):
+        changes["prefix_ttl_versions"] = check.age("config.prefix_ttl_versions", message.prefix_ttl_versions)
+    if message.HasField("slice_tokens"):
+        changes["slice_tokens"] = message.slice_tokens
+    if message.HasField("batch_samples"):
+        changes["batch_samples"] = message.batch_samples
+        if message.batch_samples and changes.get("max_staleness", current.max_staleness) is None:
+            check.wrong("config.batch_samples", "bounds nothing without config.defaults.max_staleness; set both")
+    if (on_stale := check.enum("config.on_stale", message.on_stale, OnStale)) is not None:
+        changes["on_stale"] = on_stale
+    if (release := check.enum("config.release_memory", message.release_memory, ReleaseMemory)) is not None:
+        changes["release_memory"] = release
+    return changes
+
+
 def to_run(view: RunView, config: SchedulerConfig, connected_consumers: int) -> Run:
     return Run(
         run_id=view.run_id,
@@ -120,6 +146,8 @@ def to_run_config(settings: RunSettings, config: SchedulerConfig) -> RunConfig:
     on_preempt: Any = settings.on_preempt + 1
     rollout_class: Any = settings.default_class + 1
     on_disconnect: Any = _DISCONNECT_CANCEL if settings.cancel_on_disconnect else _DISCONNECT_KEEP
+    on_stale: Any = settings.on_stale + 1
+    release_memory: Any = settings.release_memory + 1
     return RunConfig(
         weights=ScoreWeights(**in_force),
         fairness_weight=settings.fairness_weight,
@@ -129,12 +157,20 @@ def to_run_config(settings: RunSettings, config: SchedulerConfig) -> RunConfig:
             max_attempts=settings.max_attempts or config.executor.max_attempts,
             on_preempt=on_preempt,
             rollout_class=rollout_class,
+            min_version=settings.min_version,
+            max_staleness=_age(settings.max_staleness),
+            max_partial_span=_age(settings.max_partial_span),
         ),
         target_mix=dict(settings.target_mix),
         on_disconnect=on_disconnect,
         disconnect_grace_seconds=settings.disconnect_grace_seconds,
         max_undelivered_bytes=settings.max_undelivered_bytes or config.delivery.max_undelivered_bytes,
         undelivered_ttl_seconds=settings.undelivered_ttl_seconds or config.delivery.undelivered_ttl_seconds,
+        on_stale=on_stale,
+        batch_samples=settings.batch_samples,
+        slice_tokens=settings.slice_tokens,
+        prefix_ttl_versions=_age(settings.prefix_ttl_versions),
+        release_memory=release_memory,
     )
 
 
@@ -168,6 +204,11 @@ def to_run_state(view: RunView, connected_consumers: int) -> RunState:
         used_results=view.valid_samples,
         dropped_results=view.dropped_samples,
         mean_reward=view.mean_reward,
+        policy_versions=view.policy_versions,
+        publishing=view.publishing,
+        samples_on_their_way=view.samples_on_their_way,
+        samples_allowed=view.samples_allowed,
+        stale_results=view.stale_results,
     )
     if view.trainer_state is not TrainerState.UNKNOWN or view.step:
         message.step = view.step
@@ -287,6 +328,11 @@ def merge_report(previous: StepReport | None, message: ReportStepRequest) -> Ste
         update_period_seconds=given("update_period_seconds", before.update_period_seconds),
         step_seconds=given("step_seconds", None),
     )
+
+
+def _age(versions: int | None) -> int:
+    """A number of policy versions as the contract says it: -1 is any, or not set."""
+    return -1 if versions is None else versions
 
 
 def _has(message: Message, field: str) -> bool:

@@ -23,11 +23,12 @@ from rolloutd.client.errors import (
 from rolloutd.client.handles import Results, Submission
 from rolloutd.client.prompts import Prompt
 from rolloutd.client.publishing import EngineUpdate, Publication, WeightPush
-from rolloutd.client.results import Acceptance, Notice, Progress, RolloutResult, Span, Times
+from rolloutd.client.results import Acceptance, Attempt, Notice, Progress, RolloutResult, Span, Times
 from rolloutd.client.submissions import GenerateOptions, RolloutOptions
 
 __all__ = [
     "Acceptance",
+    "Attempt",
     "BalancedClient",
     "Client",
     "ClientClosed",

@@ -15,7 +15,17 @@ from rolloutd import v1
 from rolloutd.client.connection import Connection, backoff_seconds, is_transient, logger, unavailable
 from rolloutd.client.errors import ClientClosed, error_of_problem, problem_of_status
 from rolloutd.client.publishing import Publishing
-from rolloutd.client.words import OnDisconnect, OnPreempt, RolloutClass, RolloutState, TaskType, TrainerState, number_of
+from rolloutd.client.words import (
+    OnDisconnect,
+    OnPreempt,
+    OnStale,
+    ReleaseMemory,
+    RolloutClass,
+    RolloutState,
+    TaskType,
+    TrainerState,
+    number_of,
+)
 
 if TYPE_CHECKING:
     from rolloutd.v1.engine_service_pb2_grpc import EngineServiceAsyncStub
@@ -59,8 +69,20 @@ class Control(Publishing):
         disconnect_grace_seconds: float | None = None,
         max_undelivered_bytes: int | None = None,
         undelivered_ttl_seconds: float | None = None,
+        min_version: int | None = None,
+        max_staleness: int | None = None,
+        max_partial_span: int | None = None,
+        on_stale: OnStale | None = None,
+        batch_samples: int | None = None,
+        slice_tokens: int | None = None,
+        prefix_ttl_versions: int | None = None,
+        release_memory: ReleaseMemory | None = None,
     ) -> v1.Run:
-        """Creates the run, or changes what is given. `queue_ttl_seconds` to `rollout_class` are defaults for its rollouts."""
+        """Creates the run, or changes what is given.
+
+        `queue_ttl_seconds` to `rollout_class` and `min_version` to `max_partial_span` are defaults for its rollouts; -1 takes
+        a limit in versions away again.
+        """
         config = v1.RunConfig(
             fairness_weight=fairness_weight,
             floor_rollouts=floor_rollouts,
@@ -69,6 +91,11 @@ class Control(Publishing):
             disconnect_grace_seconds=disconnect_grace_seconds,
             max_undelivered_bytes=max_undelivered_bytes,
             undelivered_ttl_seconds=undelivered_ttl_seconds,
+            on_stale=_optional(v1.OnStale, on_stale, "on_stale"),
+            batch_samples=batch_samples,
+            slice_tokens=slice_tokens,
+            prefix_ttl_versions=prefix_ttl_versions,
+            release_memory=_optional(v1.ReleaseMemory, release_memory, "release_memory"),
         )
         if weights:
             config.weights.CopyFrom(v1.ScoreWeights(**{str(term): weight for term, weight in weights.items()}))
@@ -77,6 +104,9 @@ class Control(Publishing):
             max_attempts=max_attempts,
             on_preempt=_optional(v1.OnPreempt, on_preempt, "on_preempt"),
             rollout_class=_optional(v1.RolloutClass, rollout_class, "rollout_class"),
+            min_version=min_version,
+            max_staleness=max_staleness,
+            max_partial_span=max_partial_span,
         )
         if defaults.ByteSize():
             config.defaults.CopyFrom(defaults)
@@ -203,6 +233,17 @@ class Control(Publishing):
         """One rollout, with its result (see RolloutResult.from_message) once it has ended and as long as it is kept."""
         request = v1.GetRolloutRequest(run_id=self._run_id(), rollout_id=rollout_id)
         return (await self._connection.call(self._rollouts.GetRollout, request)).rollout
+
+    async def get_lineage(self, rollout_id: str) -> v1.Lineage | None:
+        """Where its result comes from, as in the server's lineage file, as long as the result is kept. None: not ended."""
+        request = v1.GetRolloutRequest(run_id=self._run_id(), rollout_id=rollout_id)
+        response = await self._connection.call(self._rollouts.GetRollout, request)
+        return response.lineage if response.HasField("lineage") else None
+
+    async def get_group(self, group_id: str) -> v1.Group:
+        """How far a group is: pending, complete or partial, and which members failed. Refused once all was acknowledged."""
+        request = v1.GetGroupRequest(run_id=self._run_id(), group_id=group_id)
+        return (await self._connection.call(self._rollouts.GetGroup, request)).group
 
     async def list_rollouts(
         self, *, states: Sequence[RolloutState] = (), rollout_classes: Sequence[RolloutClass] = ()

@@ -66,6 +66,10 @@ class GenerateOptions(TypedDict, total=False):
     top_logprobs: int
     seeds: Sequence[int]
     engine_params: Mapping[str, Any]
+    min_version: int
+    exact_version: int
+    max_staleness: int
+    max_partial_span: int
 
 
 class RolloutOptions(GenerateOptions, total=False):

@@ -252,6 +252,8 @@ class Client:
     publish_and_wait = _blocking(asyncio_client.Client.publish_and_wait)
     confirm_weights = _blocking(asyncio_client.Client.confirm_weights)
     get_rollout = _blocking(asyncio_client.Client.get_rollout)
+    get_lineage = _blocking(asyncio_client.Client.get_lineage)
+    get_group = _blocking(asyncio_client.Client.get_group)
     list_rollouts = _iterating(asyncio_client.Client.list_rollouts)
     explain = _blocking(asyncio_client.Client.explain)
     get_server_info = _blocking(asyncio_client.Client.get_server_info)

@@ -14,9 +14,13 @@ TaskType = Literal["generation", "reward", "state_query", "replay"]
 Origin = Literal["current_policy", "replay", "exploration", "evaluation"]
 OnPreempt = Literal["keep_partial", "restart", "never"]
 OnDisconnect = Literal["keep", "cancel"]
+OnStale = Literal["withhold", "flag"]
+ReleaseMemory = Literal["nothing", "kv_cache", "kv_cache_and_weights"]
 TrainerState = Literal["training", "waiting", "syncing", "paused"]
 RolloutState = Literal["queued", "held", "dispatched", "running", "stopping", "finished"]
-NoticeKind = Literal["no_capacity", "budget_changed", "budget_lease_expired", "draining", "results_expired"]
+NoticeKind = Literal[
+    "no_capacity", "budget_changed", "budget_lease_expired", "draining", "results_expired", "version_published"
+]
 UpdateMode = Literal["drain", "abort_and_resume", "retract", "in_place"]
 CacheHandling = Literal["flush", "namespace", "keep"]
 UpdateState = Literal[
@@ -45,6 +49,9 @@ Outcome = Literal[
     "run_ended",
     "shutdown",
     "internal",
+    "version_unmet",
+    "version_gone",
+    "stale",
     "refused",
 ]
 

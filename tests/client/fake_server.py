@@ -365,7 +365,15 @@ class FakeServer(v1.RolloutServiceServicer, v1.RunServiceServicer, v1.TrainerSer
 
     async def GetRollout(self, request: v1.GetRolloutRequest, context: Context) -> v1.GetRolloutResponse:
         await self._note(request, context)
-        return v1.GetRolloutResponse(rollout=v1.Rollout(rollout_id=request.rollout_id))
+        ended = request.rollout_id != "not ended"
+        return v1.GetRolloutResponse(
+            rollout=v1.Rollout(rollout_id=request.rollout_id),
+            lineage=v1.Lineage(rollout_id=request.rollout_id) if ended else None,
+        )
+
+    async def GetGroup(self, request: v1.GetGroupRequest, context: Context) -> v1.GetGroupResponse:
+        await self._note(request, context)
+        return v1.GetGroupResponse(group=v1.Group(run_id=request.run_id, group_id=request.group_id))
 
     async def ListRollouts(self, request: v1.ListRolloutsRequest, context: Context) -> v1.ListRolloutsResponse:
         await self._note(request, context)

@@ -63,6 +63,10 @@ OPTIONS: dict[str, tuple[Any, Any]] = {  # option: value given, value on the wir
     "seeds": ([1, 2**63 - 1], [1, 2**63 - 1]),
     "engine_params": ({"return_hidden_states": True}, {"return_hidden_states": True}),
     "samples": (2, 2),
+    "min_version": (0, 0),
+    "exact_version": (0, 0),
+    "max_staleness": (-1, -1),
+    "max_partial_span": (0, 0),
 }
 
 
@@ -164,6 +168,8 @@ def test_prompts_that_cannot_be_sent(prompt: Any, error: type[Exception], messag
         (v1.Origin, words.Origin),
         (v1.OnPreempt, words.OnPreempt),
         (v1.OnDisconnect, words.OnDisconnect),
+        (v1.OnStale, words.OnStale),
+        (v1.ReleaseMemory, words.ReleaseMemory),
         (v1.TrainerState, words.TrainerState),
         (v1.RolloutState, words.RolloutState),
         (v1.NoticeKind, words.NoticeKind),
@@ -199,6 +205,11 @@ def test_a_result_is_a_view_of_what_arrived() -> None:
         rollout_class=v1.ROLLOUT_CLASS_CRITICAL,
         prompt_logprob_bytes=np.array([np.nan, -1.0], "<f4").tobytes(),
         times=v1.Times(queued_seconds=1.0, total_seconds=2.0),
+        policy_version=5,
+        stale=True,
+        history=[
+            v1.Attempt(number=1, engine_id="e", batch_id="4", policy_version=3, ended_seconds=2.0, end="stop"),
+        ],
     )
     message.extras.update({"routed_experts": [1, 2]})
     result = RolloutResult.from_message(message)
@@ -209,9 +220,12 @@ def test_a_result_is_a_view_of_what_arrived() -> None:
     assert result.spans == (rolloutd.client.Span(3, "3", 0, 2, "e", 1),)
     assert np.isnan(result.prompt_logprobs[0]) and result.extras == {"routed_experts": [1.0, 2.0]}
     assert result.times == rolloutd.client.Times(queued_seconds=1.0, total_seconds=2.0)
+    assert (result.policy_version, result.staleness, result.stale) == (5, 2, True)
+    assert result.history == (rolloutd.client.Attempt(1, "e", "4", 3, 0.0, 2.0, 0, "stop"),)
     bare = RolloutResult.from_message(
         v1.RolloutResult(outcome=v1.OUTCOME_CANCELLED, error=v1.Error(code=1, reason="CANCELLED"))
     )
+    assert bare.staleness == 0 and bare.history == ()
     assert (bare.step, bare.matched_stop, bare.finish_reason, bare.extras, len(bare.tokens)) == (
         None,
         None,

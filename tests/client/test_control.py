@@ -31,6 +31,14 @@ async def test_configure_run(server: FakeServer) -> None:
             disconnect_grace_seconds=0.0,
             max_undelivered_bytes=1 << 20,
             undelivered_ttl_seconds=60.0,
+            min_version=0,
+            max_staleness=1,
+            max_partial_span=-1,
+            on_stale="flag",
+            batch_samples=64,
+            slice_tokens=0,
+            prefix_ttl_versions=0,
+            release_memory="kv_cache",
         )
         assert run.run_id == "r"
         await client.configure_run()
@@ -47,12 +55,20 @@ async def test_configure_run(server: FakeServer) -> None:
                 max_attempts=5,
                 on_preempt=v1.ON_PREEMPT_NEVER,
                 rollout_class=v1.ROLLOUT_CLASS_REUSABLE,
+                min_version=0,
+                max_staleness=1,
+                max_partial_span=-1,
             ),
             target_mix={"math": 3.0, "code": 1.0},
             on_disconnect=v1.ON_DISCONNECT_CANCEL,
             disconnect_grace_seconds=0.0,
             max_undelivered_bytes=1 << 20,
             undelivered_ttl_seconds=60.0,
+            on_stale=v1.ON_STALE_FLAG,
+            batch_samples=64,
+            slice_tokens=0,
+            prefix_ttl_versions=0,
+            release_memory=v1.RELEASE_MEMORY_KV_CACHE,
         ),
     )
     assert bare.config == v1.RunConfig()
@@ -130,6 +146,10 @@ async def test_runs_engines_and_questions(server: FakeServer) -> None:
         assert (await client.resume_run()).status == v1.RUN_STATUS_ACTIVE
         assert (await client.end_run()).ended_rollouts == 3
         assert (await client.get_rollout("x")).rollout_id == "x"
+        assert await client.get_lineage("not ended") is None
+        lineage = await client.get_lineage("x")
+        assert lineage is not None and lineage.rollout_id == "x"
+        assert (await client.get_group("g")).group_id == "g"
         assert (await client.explain("x")).rollout.rollout_id == "x"
         assert (await client.get_server_info()).version == "fake"
         engine = await client.register_engine("http://e:1", pool="p", labels={"a": "b"}, run_id="r", vocabulary_size=9)

@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from rolloutd.scheduler.actions import GroupFinished, Rejected
+from rolloutd.scheduler.actions import Deliver, Finished, GroupFinished, Rejected, Undelivered
 from rolloutd.scheduler.config import QueueSettings
+from rolloutd.scheduler.events import DetachConsumer
 from rolloutd.scheduler.spec import TOKEN_BYTES, RolloutSpec, Weights
 from rolloutd.scheduler.states import FaultKind, Gate, Outcome, RolloutClass, RolloutState
 from tests.scheduler.kit import BACKGROUND, CRITICAL, REUSABLE, Bench, config, engine, engines, ids, prompt, spec
@@ -285,6 +286,36 @@ def test_members_of_two_consumers_in_one_group_leave_nothing_undelivered() -> No
         bench.acknowledge(one)
         bench.acknowledge(two, consumer="rank-1")
     assert bench.run_view().undelivered_bytes == 0 and not bench.its_run().groups
+
+
+def test_a_view_of_a_group_follows_it_until_its_last_result_was_acknowledged() -> None:
+    bench = Bench(engine(slots=8))
+    assert bench.core.group_view("run", "g") is None and bench.core.group_view("other", "g") is None
+    bench.run(spec("a", group_id="g", group_size=3), spec("b", group_id="g"))
+    bench.finish("a")
+    view = bench.core.group_view("run", "g")
+    assert view is not None
+    assert (view.size, view.members, view.finished, view.failed, view.done) == (3, ("a", "b"), 1, (), False)
+    bench.cancel("b")
+    bench.stopped("b")
+    bench.run(spec("c", group_id="g"))
+    bench.finish("c")
+    view = bench.core.group_view("run", "g")
+    assert view is not None
+    assert (view.members, view.finished, view.failed, view.done) == (("a", "b", "c"), 3, ("b",), True)
+    bench.acknowledge("a", "b", "c")
+    assert bench.core.group_view("run", "g") is None
+
+
+def test_an_end_is_told_once_whether_its_consumer_is_connected_or_not() -> None:
+    bench = Bench(engine(slots=8))
+    bench.run(spec("g", 8, samples=2))
+    bench.finish("g/0")
+    bench.do(DetachConsumer("run", "rank-0"))
+    bench.finish("g/1")
+    ends = [action for action in bench.said if isinstance(action, Deliver | Undelivered)]
+    told = [(type(one), type(one.event)) for one in ends if isinstance(one.event, Finished | GroupFinished)]
+    assert told == [(Deliver, Finished), (Undelivered, Finished), (Undelivered, GroupFinished)]
 
 
 def test_a_resumed_member_does_not_share_its_siblings_prompt() -> None:

@@ -87,7 +87,11 @@ def test_ops_108_the_order_of_keys_has_no_meaning(tmp_path: Path) -> None:
         ("server.port", 70_000),
         ("log.level", "loud"),
         ("preempt.enabled", "yes please"),
-        ("policy.prefix_ttl_steps", 5),
+        ("policy.prefix_ttl_steps", -1),
+        ("policy.cold_start_prefix_ttl_versions", 0.5),
+        ("publish.flush_tries", 0),
+        ("lineage.max_bytes", 10),
+        ("lineage.path", "missing-folder/lineage.jsonl"),
         ("index.max_cache_gpu_mb", 100.0),
     ],
 )
@@ -167,6 +171,24 @@ def test_memory_keys_become_the_default_budget() -> None:
     assert reserved_only.training_reserved_mb == 100.0
     with pytest.raises(ConfigError, match=r"budget.training_reserved_mb \(flag\): 9000 is more than"):
         load_config(flags={"budget.max_gpu_memory_mb": 8000, "budget.training_reserved_mb": 9000})
+
+
+def test_prefix_ttl_steps_is_another_name_of_the_stable_phases_versions() -> None:
+    named_so = load_config(flags={"policy.prefix_ttl_steps": 5})
+    assert named_so.scheduler.policy.stable_prefix_ttl_versions == 5
+    assert named_so.scheduler.policy.cold_start_prefix_ttl_versions == 0
+    assert named_so.origins["policy.stable_prefix_ttl_versions"] == "flag"
+    same = {"policy.prefix_ttl_steps": 5, "policy.stable_prefix_ttl_versions": 5}
+    assert load_config(flags=same).scheduler == named_so.scheduler
+    with pytest.raises(ConfigError, match=r"policy.prefix_ttl_steps \(flag\): is another name of .* give one"):
+        load_config(flags={"policy.prefix_ttl_steps": 5, "policy.stable_prefix_ttl_versions": 6})
+
+
+def test_two_logs_do_not_share_a_file(tmp_path: Path) -> None:
+    path = str(tmp_path / "lines.jsonl")
+    assert load_config(flags={"lineage.path": path, "lineage.files": 2}).lineage.files == 2
+    with pytest.raises(ConfigError, match=r"lineage.path \(flag\): is decision_log.path too"):
+        load_config(flags={"lineage.path": path, "decision_log.path": path})
 
 
 def test_a_pool_needs_a_tokenizer_file_that_exists() -> None:

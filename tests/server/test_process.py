@@ -13,7 +13,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc  # type: ignore[import-untyped]
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc  # type: ignore[import-untyped]
 
-from rolloutd.server.config import DecisionLogSettings, ServerConfig, load_config
+from rolloutd.server.config import JsonLinesSettings, ServerConfig, load_config
 from rolloutd.server.process import SERVICE_NAMES, Server, grpc_options
 from rolloutd.v1 import (
     OUTCOME_COMPLETED,
@@ -146,7 +146,7 @@ async def test_the_metrics_endpoint_tells_what_happened() -> None:
 
 async def test_the_decision_log_has_a_line_per_decision(tmp_path: Path) -> None:
     path = tmp_path / "decisions.jsonl"
-    async with running_server(decision_log=DecisionLogSettings(path=str(path))) as rig, rig.stream() as stream:
+    async with running_server(decision_log=JsonLinesSettings(path=str(path))) as rig, rig.stream() as stream:
         await stream.submit(*[submission(f"r{number}") for number in range(5)])
         await stream.finished(5)
         await rig.server.stop()

@@ -13,15 +13,18 @@ from rolloutd.v1 import (
     ENGINE_STATE_DRAINING,
     ENGINE_STATE_READY,
     ENGINE_STATE_STARTING,
+    ORIGIN_REPLAY,
     PHASE_COLD_START,
     ROLLOUT_CLASS_BACKGROUND,
     ROLLOUT_CLASS_CRITICAL,
+    ROLLOUT_STATE_DISPATCHED,
     ROLLOUT_STATE_FINISHED,
     ROLLOUT_STATE_QUEUED,
     ROLLOUT_STATE_RUNNING,
     RUN_STATUS_ACTIVE,
     RUN_STATUS_PAUSED,
     TASK_TYPE_REPLAY,
+    TASK_TYPE_STATE_QUERY,
     TRAINER_STATE_TRAINING,
     TRAINER_STATE_WAITING,
     Budget,
@@ -30,6 +33,7 @@ from rolloutd.v1 import (
     DrainEngineRequest,
     ExplainRolloutRequest,
     GetBudgetRequest,
+    GetRolloutRequest,
     GetRunRequest,
     GetServerInfoRequest,
     ListEnginesRequest,
@@ -40,6 +44,7 @@ from rolloutd.v1 import (
     RemoveEngineRequest,
     ReportStepRequest,
     ResumeRunRequest,
+    Rollout,
     RolloutDefaults,
     RolloutSubmission,
     RolloutUpdate,
@@ -248,6 +253,26 @@ async def test_list_rollouts_filters_and_pages() -> None:
         page = await rig.rollouts.ListRollouts(ListRolloutsRequest(run_id="run", page_size=2))
         other = ListRolloutsRequest(run_id="run", page_token=page.next_page_token, states=[ROLLOUT_STATE_QUEUED])
         assert (await refused(rig.rollouts.ListRollouts(other))).fields == ["page_token"]
+
+
+async def test_get_rollout_says_what_was_submitted_and_where_it_is() -> None:
+    async with running_server(auto=False) as rig, rig.stream() as stream:
+        await stream.submit(
+            submission(
+                "r", 6, 7, group_id="g", group_size=2, session_id="s", turn=3, stratum="math", origin=ORIGIN_REPLAY,
+                needed_by_step=0, task_type=TASK_TYPE_STATE_QUERY, samples=1,
+            )
+        )  # fmt: skip
+        await rig.door.wait_running(1)
+        found = (await rig.rollouts.GetRollout(GetRolloutRequest(run_id="run", rollout_id="r"))).rollout
+    assert 0.0 < found.age_seconds < 60.0
+    found.ClearField("age_seconds")
+    assert found == Rollout(
+        rollout_id="r", run_id="run", consumer_id="trainer", state=ROLLOUT_STATE_DISPATCHED,
+        rollout_class=ROLLOUT_CLASS_CRITICAL, task_type=TASK_TYPE_STATE_QUERY, pool="policy", group_id="g",
+        session_id="s", turn=3, stratum="math", origin=ORIGIN_REPLAY, needed_by_step=0, prompt_tokens=6, max_new_tokens=7,
+        attempts=1, engine_id="engine-0:1", batch_id="1",
+    )  # fmt: skip
 
 
 async def test_explain_tells_decisions_and_story() -> None:

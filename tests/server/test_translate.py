@@ -14,14 +14,16 @@ from hypothesis import strategies as st
 from rolloutd.scheduler import actions
 from rolloutd.scheduler.config import SchedulerConfig
 from rolloutd.scheduler.refusal import Refusal
-from rolloutd.scheduler.result import RolloutResult, Span
+from rolloutd.scheduler.result import AttemptRecord, RolloutResult, Span
 from rolloutd.scheduler.spec import Budget, Quota, RunSettings, StepReport
 from rolloutd.scheduler.states import (
     Code,
     Gate,
     OnPreempt,
+    OnStale,
     Origin,
     Outcome,
+    ReleaseMemory,
     RolloutClass,
     RolloutState,
     TaskType,
@@ -30,7 +32,7 @@ from rolloutd.scheduler.states import (
 from rolloutd.scheduler.views import DecisionKind
 from rolloutd.server.errors import FieldErrors
 from rolloutd.server.translate_event import _DECISIONS, _NOTICES, to_event, to_result, to_state, to_struct
-from rolloutd.server.translate_request import from_struct, to_acknowledgement, to_spec, to_update
+from rolloutd.server.translate_request import ANY_VERSIONS, from_struct, to_acknowledgement, to_spec, to_update
 from rolloutd.server.translate_run import (
     fill_budget,
     from_budget,
@@ -44,6 +46,7 @@ from rolloutd.v1 import (
     Acknowledgement,
     NoticeKind,
     ReportStepRequest,
+    RolloutDefaults,
     RolloutSubmission,
     RolloutUpdate,
     RunConfig,
@@ -57,10 +60,16 @@ from rolloutd.v1 import (
     OnPreempt as OnPreemptMessage,
 )
 from rolloutd.v1 import (
+    OnStale as OnStaleMessage,
+)
+from rolloutd.v1 import (
     Origin as OriginMessage,
 )
 from rolloutd.v1 import (
     Outcome as OutcomeMessage,
+)
+from rolloutd.v1 import (
+    ReleaseMemory as ReleaseMemoryMessage,
 )
 from rolloutd.v1 import (
     RolloutClass as RolloutClassMessage,
@@ -107,6 +116,10 @@ SUBMISSION_VALUES: dict[str, Any] = {
     "want_progress": True,
     "logprobs": True,
     "top_logprobs": 4,
+    "min_version": 0,
+    "exact_version": 0,
+    "max_staleness": 0,
+    "max_partial_span": 0,
 }
 SAMPLING_VALUES: dict[str, Any] = {
     "max_new_tokens": 9,
@@ -191,7 +204,9 @@ def test_every_sampling_field_reaches_the_engine_in_its_own_words(field: str) ->
         (TaskType, TaskTypeMessage, 1),
         (Origin, OriginMessage, 1),
         (OnPreempt, OnPreemptMessage, 1),
+        (OnStale, OnStaleMessage, 1),
         (Outcome, OutcomeMessage, 1),
+        (ReleaseMemory, ReleaseMemoryMessage, 1),
         (TrainerState, TrainerStateMessage, 0),
     ],
 )
@@ -219,7 +234,10 @@ def _result(**changes: Any) -> RolloutResult:
         matched_stop="x", spans=(Span(0, "default", 0, 1, "e", 1),), engine_id="e", batch_id=4, attempts=2,
         preemptions=1, prompt_tokens=9, cached_tokens=8, predicted_cached_tokens=7, generated_tokens=1,
         queued_seconds=0.1, first_token_seconds=0.2, running_seconds=0.3, total_seconds=0.4, prompt_hash="h",
-        complete=True, clipped=True, extras={"a": [1, 2.5, None, "x", True], "b": b"\1"},
+        complete=True, clipped=True, extras={"a": [1, 2.5, None, "x", True], "b": b"\1"}, policy_version=6, stale=True,
+        history=(
+            AttemptRecord(1, "d", 3, 4, 0.1, 0.2, 0, "publish"), AttemptRecord(2, "e", 4, 5, 0.3, 0.4, 1, "stop"),
+        ),
     )  # fmt: skip
     return dataclasses.replace(values, **changes)
 
@@ -232,6 +250,10 @@ def test_a_result_arrives_whole() -> None:
         - {"error", "matched_token_id"}
     )
     assert message.times.queued_seconds == 0.1
+    attempt = message.history[0]
+    assert (attempt.number, attempt.engine_id, attempt.batch_id, attempt.policy_version) == (1, "d", "3", 4)
+    assert (attempt.started_seconds, attempt.ended_seconds, attempt.end) == (0.1, 0.2, "publish")
+    assert message.history[1].generated_tokens == 1
     assert from_struct(message.extras) == {"a": [1, 2.5, None, "x", True], "b": "AQ=="}
     assert [list(row.token_ids) for row in message.top_logprobs] == [[5, 6]]
     failed = to_result(
@@ -312,11 +334,24 @@ def test_settings_survive_the_round_trip() -> None:
         disconnect_grace_seconds=5.0,
         max_undelivered_bytes=1 << 20,
         undelivered_ttl_seconds=60.0,
+        min_version=3,
+        max_staleness=0,
+        max_partial_span=1,
+        on_stale=OnStale.FLAG,
+        batch_samples=64,
+        slice_tokens=512,
+        prefix_ttl_versions=0,
+        release_memory=ReleaseMemory.KV_CACHE_AND_WEIGHTS,
     )
     again = merge_settings(RunSettings(), to_run_config(settings, SchedulerConfig()))
     assert dataclasses.replace(again, weights=settings.weights) == settings
     assert again.weights.prefix == 0.4
     assert merge_settings(settings, RunConfig()) == settings
+    bare = to_run_config(RunSettings(), SchedulerConfig())
+    assert (bare.defaults.max_staleness, bare.defaults.max_partial_span, bare.prefix_ttl_versions) == (-1, -1, -1)
+    lifted = merge_settings(settings, RunConfig(defaults=bare.defaults, prefix_ttl_versions=-1))
+    assert (lifted.min_version, lifted.max_staleness, lifted.max_partial_span) == (0, None, None)
+    assert lifted.prefix_ttl_versions is None
     no_limit = RunConfig()
     no_limit.defaults.queue_ttl_seconds = 0.0
     shown = to_run_config(merge_settings(settings, no_limit), SchedulerConfig())
@@ -353,6 +388,47 @@ def test_a_bad_item_names_its_field(message: Message, translate: Any, field: str
     with pytest.raises(FieldErrors) as refused:
         translate(message)
     assert field in [name for name, _ in refused.value.fields]
+
+
+@pytest.mark.parametrize(
+    ("fields", "wrong", "problem"),
+    [
+        ({"min_version": -1}, "min_version", "at least 0, got -1"),
+        ({"exact_version": -5}, "exact_version", "at least 0, got -5"),
+        ({"min_version": 4, "exact_version": 3}, "min_version", r"at most exact_version \(3\), got 4"),
+        ({"max_staleness": -2}, "max_staleness", "at least 0 versions, or -1 for any, got -2"),
+        ({"max_partial_span": -2}, "max_partial_span", "or -1 for any, got -2"),
+    ],
+)
+def test_a_version_that_cannot_be_is_refused(fields: dict[str, int], wrong: str, problem: str) -> None:
+    with pytest.raises(FieldErrors, match=f"{wrong}: .*{problem}"):
+        to_spec(submission("r", **fields))
+
+
+def test_a_rollout_may_lift_its_runs_limits() -> None:
+    spec = to_spec(submission("r", max_staleness=-1, max_partial_span=-1, min_version=3, exact_version=3))
+    assert spec.max_staleness == spec.max_partial_span == ANY_VERSIONS
+    bare = to_spec(submission("r"))
+    assert (bare.min_version, bare.exact_version, bare.max_staleness, bare.max_partial_span) == (None,) * 4
+
+
+@pytest.mark.parametrize(
+    ("config", "wrong"),
+    [
+        (RunConfig(defaults=RolloutDefaults(min_version=-1)), "config.defaults.min_version"),
+        (RunConfig(defaults=RolloutDefaults(max_staleness=-2)), "config.defaults.max_staleness"),
+        (RunConfig(defaults=RolloutDefaults(max_partial_span=-2)), "config.defaults.max_partial_span"),
+        (RunConfig(prefix_ttl_versions=-2), "config.prefix_ttl_versions"),
+        (RunConfig(batch_samples=8), "config.batch_samples"),
+        (RunConfig(batch_samples=8, defaults=RolloutDefaults(max_staleness=-1)), "config.batch_samples"),
+        (RunConfig(on_stale=7), "config.on_stale"),  # type: ignore[arg-type]
+        (RunConfig(release_memory=7), "config.release_memory"),  # type: ignore[arg-type]
+    ],
+)
+def test_a_setting_that_cannot_be_or_has_no_effect_is_refused(config: RunConfig, wrong: str) -> None:
+    with pytest.raises(FieldErrors) as refused:
+        merge_settings(RunSettings(), config)
+    assert [field for field, _ in refused.value.fields] == [wrong]
 
 
 def test_structs_keep_whole_numbers_whole_and_say_what_json_cannot() -> None:

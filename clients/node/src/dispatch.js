@@ -21,7 +21,8 @@ const [ACCEPTED, REJECTED, PROGRESS, NOTICE] = ['Accepted', 'Rejected', 'Progres
 /**
  * News about the run or the server.
  * @typedef {object} Notice
- * @property {'no_capacity' | 'budget_changed' | 'budget_lease_expired' | 'draining' | 'results_expired' | null} kind
+ * @property {'no_capacity' | 'budget_changed' | 'budget_lease_expired' | 'draining' | 'results_expired' |
+ *   'version_published' | null} kind
  * @property {string} message
  * @property {number} seconds as the kind says; 0: not applicable
  * @property {number} policyVersion

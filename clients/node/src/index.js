@@ -17,6 +17,7 @@ export { ClientClosed, Fenced, Refused, RolloutdError, RolloutFailed, ServerUnav
 /** @typedef {import('./errors.js').Problem} Problem */
 /** @typedef {import('./ledger.js').Acceptance} Acceptance */
 /** @typedef {import('./ledger.js').Progress} Progress */
+/** @typedef {import('./results.js').Attempt} Attempt */
 /** @typedef {import('./results.js').RolloutResult} RolloutResult */
 /** @typedef {import('./results.js').Span} Span */
 /** @typedef {import('./submissions.js').Prompt} Prompt */

@@ -68,6 +68,10 @@ const NAMES = [...Object.keys(SAMPLING.fields), ...Object.keys(SUBMISSION.fields
  * @property {boolean} [logprobs]
  * @property {number} [topLogprobs]
  * @property {Record<string, unknown>} [engineParams]
+ * @property {number} [minVersion]
+ * @property {number} [exactVersion]
+ * @property {number} [maxStaleness]
+ * @property {number} [maxPartialSpan]
  */
 
 /**

@@ -50,6 +50,14 @@ class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.Value
     """The service shut down before it could finish (UNAVAILABLE)."""
     OUTCOME_INTERNAL: _Outcome.ValueType  # 10
     """A bug of ours (INTERNAL)."""
+    OUTCOME_VERSION_UNMET: _Outcome.ValueType  # 11
+    """No engine came to hold a policy version that it accepts within its queue TTL, or at once with fail_fast
+    (UNAVAILABLE).
+    """
+    OUTCOME_VERSION_GONE: _Outcome.ValueType  # 12
+    """Every engine has left the exact version that it asked for (FAILED_PRECONDITION)."""
+    OUTCOME_STALE: _Outcome.ValueType  # 13
+    """Its oldest token was too old when it was done: all of them are withheld (FAILED_PRECONDITION)."""
 
 class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
     """How a rollout ended. Closed list; each has one gRPC code, given here."""
@@ -76,6 +84,14 @@ OUTCOME_SHUTDOWN: Outcome.ValueType  # 9
 """The service shut down before it could finish (UNAVAILABLE)."""
 OUTCOME_INTERNAL: Outcome.ValueType  # 10
 """A bug of ours (INTERNAL)."""
+OUTCOME_VERSION_UNMET: Outcome.ValueType  # 11
+"""No engine came to hold a policy version that it accepts within its queue TTL, or at once with fail_fast
+(UNAVAILABLE).
+"""
+OUTCOME_VERSION_GONE: Outcome.ValueType  # 12
+"""Every engine has left the exact version that it asked for (FAILED_PRECONDITION)."""
+OUTCOME_STALE: Outcome.ValueType  # 13
+"""Its oldest token was too old when it was done: all of them are withheld (FAILED_PRECONDITION)."""
 Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
 class _FinishReason:
@@ -108,7 +124,9 @@ Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
 class Span(_message.Message):
-    """What one attempt generated, as a range of the result's tokens. Spans are in order, without gap or overlap."""
+    """What one attempt generated under one policy version, as a range of the result's tokens. Spans are in order, without
+    gap or overlap. The span of a REPLAY is empty and names the policy of its log-probs.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -147,6 +165,58 @@ class Span(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Span: _TypeAlias = Span  # noqa: Y015
+
+@_typing.final
+class Attempt(_message.Message):
+    """One dispatch in the life of a rollout."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    BATCH_ID_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    STARTED_SECONDS_FIELD_NUMBER: _builtins.int
+    ENDED_SECONDS_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """From 1."""
+    engine_id: _builtins.str
+    """Engine it ran on."""
+    batch_id: _builtins.str
+    """Batch it was dispatched with."""
+    policy_version: _builtins.int
+    """Policy version that the engine held at its start. 0: as registered."""
+    started_seconds: _builtins.float
+    """From acceptance to its start."""
+    ended_seconds: _builtins.float
+    """From acceptance to its end."""
+    generated_tokens: _builtins.int
+    """Tokens it brought back."""
+    end: _builtins.str
+    """How it ended, in one word: the engine's finish reason ("stop", "length", "abort"), why it was stopped ("preempt",
+    "budget", "publish", ...) or how it failed ("broken", "busy", ...).
+    """
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        engine_id: _builtins.str = ...,
+        batch_id: _builtins.str = ...,
+        policy_version: _builtins.int = ...,
+        started_seconds: _builtins.float = ...,
+        ended_seconds: _builtins.float = ...,
+        generated_tokens: _builtins.int = ...,
+        end: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "end", b"end", "ended_seconds", b"ended_seconds", "engine_id", b"engine_id", "generated_tokens", b"generated_tokens", "number", b"number", "policy_version", b"policy_version", "started_seconds", b"started_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Attempt: _TypeAlias = Attempt  # noqa: Y015
 
 @_typing.final
 class TopLogprobs(_message.Message):
@@ -251,6 +321,9 @@ class RolloutResult(_message.Message):
     PROMPT_HASH_FIELD_NUMBER: _builtins.int
     TIMES_FIELD_NUMBER: _builtins.int
     EXTRAS_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    STALE_FIELD_NUMBER: _builtins.int
+    HISTORY_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     """The rollout."""
     run_id: _builtins.str
@@ -306,12 +379,20 @@ class RolloutResult(_message.Message):
     cached_tokens: _builtins.int
     """Prompt tokens served from the engine's prefix cache in the first attempt that produced a token."""
     generated_tokens: _builtins.int
-    """Length of token_bytes in tokens."""
+    """Length of token_bytes in tokens; with outcome STALE, of what was withheld."""
     clipped: _builtins.bool
     """Whether max_new_tokens was shortened to fit the context (clip_max_new_tokens)."""
     prompt_hash: _builtins.str
     """SHA-256 of the prompt in lower-case hex: of its little-endian uint32 ids, or of its UTF-8 text when only that is
     known.
+    """
+    policy_version: _builtins.int
+    """Newest policy version of its run and pool when it ended. 0: as registered. The age of its oldest token is this less
+    the smallest policy_version of its spans.
+    """
+    stale: _builtins.bool
+    """Whether its oldest token was older than it allows: its tokens are withheld (outcome STALE), or here because the run
+    asks for such results (ON_STALE_FLAG).
     """
     @_builtins.property
     def error(self) -> _error_pb2.Error:
@@ -323,7 +404,9 @@ class RolloutResult(_message.Message):
 
     @_builtins.property
     def spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___Span]:
-        """Which policy version generated which tokens, over token_bytes. Empty: no token."""
+        """Which policy version generated which tokens, over token_bytes; with outcome STALE, those that were withheld. Empty:
+        no token.
+        """
 
     @_builtins.property
     def times(self) -> Global___Times:
@@ -332,6 +415,10 @@ class RolloutResult(_message.Message):
     @_builtins.property
     def extras(self) -> _struct_pb2.Struct:
         """What the engine added to its answer because of engine_params. Absent: nothing."""
+
+    @_builtins.property
+    def history(self) -> _containers.RepeatedCompositeFieldContainer[Global___Attempt]:
+        """Its attempts, oldest first; of very many only the last ones. Empty: never dispatched."""
 
     def __init__(
         self,
@@ -369,10 +456,13 @@ class RolloutResult(_message.Message):
         prompt_hash: _builtins.str = ...,
         times: Global___Times | None = ...,
         extras: _struct_pb2.Struct | None = ...,
+        policy_version: _builtins.int = ...,
+        stale: _builtins.bool = ...,
+        history: _abc.Iterable[Global___Attempt] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "error", b"error", "extras", b"extras", "matched_stop", b"matched_stop", "matched_string", b"matched_string", "matched_token_id", b"matched_token_id", "step", b"step", "times", b"times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "attempts", b"attempts", "batch_id", b"batch_id", "cached_tokens", b"cached_tokens", "clipped", b"clipped", "complete", b"complete", "engine_id", b"engine_id", "error", b"error", "extras", b"extras", "finish_reason", b"finish_reason", "generated_tokens", b"generated_tokens", "group_id", b"group_id", "logprob_bytes", b"logprob_bytes", "matched_stop", b"matched_stop", "matched_string", b"matched_string", "matched_token_id", b"matched_token_id", "outcome", b"outcome", "preemptions", b"preemptions", "prompt_hash", b"prompt_hash", "prompt_logprob_bytes", b"prompt_logprob_bytes", "prompt_token_bytes", b"prompt_token_bytes", "prompt_tokens", b"prompt_tokens", "rollout_class", b"rollout_class", "rollout_id", b"rollout_id", "run_id", b"run_id", "sample_index", b"sample_index", "session_id", b"session_id", "spans", b"spans", "step", b"step", "task_type", b"task_type", "text", b"text", "times", b"times", "token_bytes", b"token_bytes", "top_logprobs", b"top_logprobs", "turn", b"turn"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "attempts", b"attempts", "batch_id", b"batch_id", "cached_tokens", b"cached_tokens", "clipped", b"clipped", "complete", b"complete", "engine_id", b"engine_id", "error", b"error", "extras", b"extras", "finish_reason", b"finish_reason", "generated_tokens", b"generated_tokens", "group_id", b"group_id", "history", b"history", "logprob_bytes", b"logprob_bytes", "matched_stop", b"matched_stop", "matched_string", b"matched_string", "matched_token_id", b"matched_token_id", "outcome", b"outcome", "policy_version", b"policy_version", "preemptions", b"preemptions", "prompt_hash", b"prompt_hash", "prompt_logprob_bytes", b"prompt_logprob_bytes", "prompt_token_bytes", b"prompt_token_bytes", "prompt_tokens", b"prompt_tokens", "rollout_class", b"rollout_class", "rollout_id", b"rollout_id", "run_id", b"run_id", "sample_index", b"sample_index", "session_id", b"session_id", "spans", b"spans", "stale", b"stale", "step", b"step", "task_type", b"task_type", "text", b"text", "times", b"times", "token_bytes", b"token_bytes", "top_logprobs", b"top_logprobs", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
     _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015

@@ -445,6 +445,10 @@ class RolloutSubmission(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     ENGINE_PARAMS_FIELD_NUMBER: _builtins.int
+    MIN_VERSION_FIELD_NUMBER: _builtins.int
+    EXACT_VERSION_FIELD_NUMBER: _builtins.int
+    MAX_STALENESS_FIELD_NUMBER: _builtins.int
+    MAX_PARTIAL_SPAN_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     """Chosen by the client, unique and idempotent within its run: the same id with the same payload attaches to the
     rollout that exists, with another payload it is refused (ALREADY_EXISTS). Required, 1 to 256 bytes of UTF-8. With
@@ -510,6 +514,24 @@ class RolloutSubmission(_message.Message):
     """Return this many most likely tokens at each position, which implies logprobs. At most 1024 and the vocabulary size.
     0: none.
     """
+    min_version: _builtins.int
+    """Oldest policy version that may write any of its tokens, at least 0; it waits for an engine that holds one as new.
+    Absent: the run's default. 0: any, whatever the run's default is.
+    """
+    exact_version: _builtins.int
+    """The only policy version that may write its tokens, at least 0 and min_version; the run's defaults of min_version and
+    max_staleness do not apply. Once every engine has left it, the submission is refused (POLICY_VERSION_GONE) or the
+    rollout ends with VERSION_GONE. Absent: any. 0 is the weights as registered.
+    """
+    max_staleness: _builtins.int
+    """Versions that its oldest token may be behind the newest of its run and pool, looked at when it is accepted,
+    dispatched and done; what is too old when it is done, ends as the run's on_stale says. Absent: the run's default.
+    0: only the newest. -1: any, whatever the run's default is.
+    """
+    max_partial_span: _builtins.int
+    """Versions between its oldest and its newest token: whether what one policy began another may go on with. Absent: the
+    run's default. 0: all its tokens by one version. -1: any, whatever the run's default is.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids as numbers."""
@@ -568,15 +590,35 @@ class RolloutSubmission(_message.Message):
         logprobs: _builtins.bool = ...,
         top_logprobs: _builtins.int = ...,
         engine_params: _struct_pb2.Struct | None = ...,
+        min_version: _builtins.int | None = ...,
+        exact_version: _builtins.int | None = ...,
+        max_staleness: _builtins.int | None = ...,
+        max_partial_span: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_needed_by_step", b"_needed_by_step", "engine_params", b"engine_params", "needed_by_step", b"needed_by_step", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_bytes", b"token_bytes", "token_ids", b"token_ids"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version", "_max_partial_span", b"_max_partial_span", "_max_staleness", b"_max_staleness", "_min_version", b"_min_version", "_needed_by_step", b"_needed_by_step", "engine_params", b"engine_params", "exact_version", b"exact_version", "max_partial_span", b"max_partial_span", "max_staleness", b"max_staleness", "min_version", b"min_version", "needed_by_step", b"needed_by_step", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_bytes", b"token_bytes", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_needed_by_step", b"_needed_by_step", "clip_max_new_tokens", b"clip_max_new_tokens", "deadline_seconds", b"deadline_seconds", "engine_labels", b"engine_labels", "engine_params", b"engine_params", "fail_fast", b"fail_fast", "group_id", b"group_id", "group_size", b"group_size", "logprobs", b"logprobs", "max_attempts", b"max_attempts", "needed_by_step", b"needed_by_step", "on_preempt", b"on_preempt", "origin", b"origin", "parent_rollout_id", b"parent_rollout_id", "pool", b"pool", "progress_timeout_seconds", b"progress_timeout_seconds", "prompt", b"prompt", "queue_ttl_seconds", b"queue_ttl_seconds", "rollout_class", b"rollout_class", "rollout_id", b"rollout_id", "samples", b"samples", "sampling", b"sampling", "seeds", b"seeds", "session_id", b"session_id", "stratum", b"stratum", "task_type", b"task_type", "text", b"text", "token_bytes", b"token_bytes", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "turn", b"turn", "want_progress", b"want_progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version", "_max_partial_span", b"_max_partial_span", "_max_staleness", b"_max_staleness", "_min_version", b"_min_version", "_needed_by_step", b"_needed_by_step", "clip_max_new_tokens", b"clip_max_new_tokens", "deadline_seconds", b"deadline_seconds", "engine_labels", b"engine_labels", "engine_params", b"engine_params", "exact_version", b"exact_version", "fail_fast", b"fail_fast", "group_id", b"group_id", "group_size", b"group_size", "logprobs", b"logprobs", "max_attempts", b"max_attempts", "max_partial_span", b"max_partial_span", "max_staleness", b"max_staleness", "min_version", b"min_version", "needed_by_step", b"needed_by_step", "on_preempt", b"on_preempt", "origin", b"origin", "parent_rollout_id", b"parent_rollout_id", "pool", b"pool", "progress_timeout_seconds", b"progress_timeout_seconds", "prompt", b"prompt", "queue_ttl_seconds", b"queue_ttl_seconds", "rollout_class", b"rollout_class", "rollout_id", b"rollout_id", "samples", b"samples", "sampling", b"sampling", "seeds", b"seeds", "session_id", b"session_id", "stratum", b"stratum", "task_type", b"task_type", "text", b"text", "token_bytes", b"token_bytes", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "turn", b"turn", "want_progress", b"want_progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__exact_version: _TypeAlias = _typing.Literal["exact_version"]  # noqa: Y015
+    _WhichOneofArgType__exact_version: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version"]  # noqa: Y015
+    _WhichOneofReturnType__max_partial_span: _TypeAlias = _typing.Literal["max_partial_span"]  # noqa: Y015
+    _WhichOneofArgType__max_partial_span: _TypeAlias = _typing.Literal["_max_partial_span", b"_max_partial_span"]  # noqa: Y015
+    _WhichOneofReturnType__max_staleness: _TypeAlias = _typing.Literal["max_staleness"]  # noqa: Y015
+    _WhichOneofArgType__max_staleness: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness"]  # noqa: Y015
+    _WhichOneofReturnType__min_version: _TypeAlias = _typing.Literal["min_version"]  # noqa: Y015
+    _WhichOneofArgType__min_version: _TypeAlias = _typing.Literal["_min_version", b"_min_version"]  # noqa: Y015
     _WhichOneofReturnType__needed_by_step: _TypeAlias = _typing.Literal["needed_by_step"]  # noqa: Y015
     _WhichOneofArgType__needed_by_step: _TypeAlias = _typing.Literal["_needed_by_step", b"_needed_by_step"]  # noqa: Y015
     _WhichOneofReturnType_prompt: _TypeAlias = _typing.Literal["token_ids", "token_bytes", "text"]  # noqa: Y015
     _WhichOneofArgType_prompt: _TypeAlias = _typing.Literal["prompt", b"prompt"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__exact_version) -> _WhichOneofReturnType__exact_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_partial_span) -> _WhichOneofReturnType__max_partial_span | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_staleness) -> _WhichOneofReturnType__max_staleness | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_version) -> _WhichOneofReturnType__min_version | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__needed_by_step) -> _WhichOneofReturnType__needed_by_step | None: ...
     @_typing.overload

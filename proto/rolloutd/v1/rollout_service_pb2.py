@@ -24,72 +24,77 @@ _sym_db = _symbol_database.Default()
 
 from rolloutd.v1 import decision_pb2 as rolloutd_dot_v1_dot_decision__pb2
 from rolloutd.v1 import error_pb2 as rolloutd_dot_v1_dot_error__pb2
+from rolloutd.v1 import lineage_pb2 as rolloutd_dot_v1_dot_lineage__pb2
 from rolloutd.v1 import result_pb2 as rolloutd_dot_v1_dot_result__pb2
 from rolloutd.v1 import rollout_pb2 as rolloutd_dot_v1_dot_rollout__pb2
 from rolloutd.v1 import server_info_pb2 as rolloutd_dot_v1_dot_server__info__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!rolloutd/v1/rollout_service.proto\x12\x0brolloutd.v1\x1a\x1arolloutd/v1/decision.proto\x1a\x17rolloutd/v1/error.proto\x1a\x18rolloutd/v1/result.proto\x1a\x19rolloutd/v1/rollout.proto\x1a\x1drolloutd/v1/server_info.proto\"\x93\x02\n\x14SubmitRolloutRequest\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x12.rolloutd.v1.Hello\x12\x33\n\x0bsubmissions\x18\x02 \x03(\x0b\x32\x1e.rolloutd.v1.RolloutSubmission\x12+\n\x07updates\x18\x03 \x03(\x0b\x32\x1a.rolloutd.v1.RolloutUpdate\x12\x1a\n\x12\x63\x61ncel_rollout_ids\x18\x04 \x03(\t\x12\x36\n\x10\x61\x63knowledgements\x18\x05 \x03(\x0b\x32\x1c.rolloutd.v1.Acknowledgement\x12\"\n\x1a\x61\x63knowledge_through_cursor\x18\x06 \x01(\x04\"z\n\x05Hello\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63onsumer_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12\x15\n\rresume_cursor\x18\x04 \x01(\x04\x12\x1e\n\x16take_over_consumer_ids\x18\x05 \x03(\t\"\x81\x01\n\x0f\x41\x63knowledgement\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12%\n\x07verdict\x18\x02 \x01(\x0e\x32\x14.rolloutd.v1.Verdict\x12\x13\n\x0b\x64rop_reason\x18\x03 \x01(\t\x12\x13\n\x06reward\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\t\n\x07_reward\";\n\x15SubmitRolloutResponse\x12\"\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x12.rolloutd.v1.Event\"\xd9\x02\n\x05\x45vent\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\x12)\n\x08\x61ttached\x18\x02 \x01(\x0b\x32\x15.rolloutd.v1.AttachedH\x00\x12)\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x0b\x32\x15.rolloutd.v1.AcceptedH\x00\x12)\n\x08rejected\x18\x04 \x01(\x0b\x32\x15.rolloutd.v1.RejectedH\x00\x12)\n\x08progress\x18\x05 \x01(\x0b\x32\x15.rolloutd.v1.ProgressH\x00\x12.\n\x08\x66inished\x18\x06 \x01(\x0b\x32\x1a.rolloutd.v1.RolloutResultH\x00\x12\x34\n\x0egroup_finished\x18\x07 \x01(\x0b\x32\x1a.rolloutd.v1.GroupFinishedH\x00\x12%\n\x06notice\x18\x08 \x01(\x0b\x32\x13.rolloutd.v1.NoticeH\x00\x42\x07\n\x05\x65vent\"\x90\x01\n\x08\x41ttached\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\x12\x16\n\x0epending_events\x18\x02 \x01(\x04\x12\x1b\n\x13unfinished_rollouts\x18\x03 \x01(\x04\x12\'\n\x06server\x18\x04 \x01(\x0b\x32\x17.rolloutd.v1.ServerInfo\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x03\"\xca\x01\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12(\n\x05state\x18\x02 \x01(\x0e\x32\x19.rolloutd.v1.RolloutState\x12\x16\n\x0equeue_position\x18\x03 \x01(\x04\x12\x1d\n\x15matched_prefix_tokens\x18\x04 \x01(\r\x12\x1f\n\x17\x65stimated_start_seconds\x18\x05 \x01(\x01\x12\x10\n\x08\x61ttached\x18\x06 \x01(\x08\x12\x16\n\x0epolicy_version\x18\x07 \x01(\x03\"f\n\x08Rejected\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12#\n\x04kind\x18\x02 \x01(\x0e\x32\x15.rolloutd.v1.ItemKind\x12!\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x12.rolloutd.v1.Error\"K\n\x08Progress\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x18\n\x10generated_tokens\x18\x02 \x01(\r\x12\x11\n\tengine_id\x18\x03 \x01(\t\"d\n\rGroupFinished\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x10\n\x08\x63omplete\x18\x02 \x01(\x08\x12\x13\n\x0brollout_ids\x18\x03 \x03(\t\x12\x1a\n\x12\x66\x61iled_rollout_ids\x18\x04 \x03(\t\"i\n\x06Notice\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.rolloutd.v1.NoticeKind\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\"n\n\x11RunRolloutRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x02 \x01(\x04\x12\x32\n\nsubmission\x18\x03 \x01(\x0b\x32\x1e.rolloutd.v1.RolloutSubmission\"Y\n\x12RunRolloutResponse\x12+\n\x07results\x18\x01 \x03(\x0b\x32\x1a.rolloutd.v1.RolloutResult\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"\x82\x01\n\x15UpdateRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x1a\n\rtrainer_epoch\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12+\n\x07updates\x18\x03 \x03(\x0b\x32\x1a.rolloutd.v1.RolloutUpdateB\x10\n\x0e_trainer_epoch\"[\n\x16UpdateRolloutsResponse\x12\x18\n\x10updated_rollouts\x18\x01 \x01(\r\x12\'\n\x08rejected\x18\x02 \x03(\x0b\x32\x15.rolloutd.v1.Rejected\"}\n\x15\x43\x61ncelRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x1a\n\rtrainer_epoch\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0brollout_ids\x18\x03 \x03(\t\x12\x11\n\tgroup_ids\x18\x04 \x03(\tB\x10\n\x0e_trainer_epoch\"d\n\x16\x43\x61ncelRolloutsResponse\x12\x1a\n\x12\x63\x61ncelled_rollouts\x18\x01 \x01(\r\x12\x19\n\x11\x66inished_rollouts\x18\x02 \x01(\r\x12\x13\n\x0bunknown_ids\x18\x03 \x03(\t\"7\n\x11GetRolloutRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrollout_id\x18\x02 \x01(\t\";\n\x12GetRolloutResponse\x12%\n\x07rollout\x18\x01 \x01(\x0b\x32\x14.rolloutd.v1.Rollout\"\xf7\x04\n\x07Rollout\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x13\n\x0b\x63onsumer_id\x18\x03 \x01(\t\x12(\n\x05state\x18\x04 \x01(\x0e\x32\x19.rolloutd.v1.RolloutState\x12\x30\n\rrollout_class\x18\x05 \x01(\x0e\x32\x19.rolloutd.v1.RolloutClass\x12(\n\ttask_type\x18\x06 \x01(\x0e\x32\x15.rolloutd.v1.TaskType\x12\x0c\n\x04pool\x18\x07 \x01(\t\x12\x10\n\x08group_id\x18\x08 \x01(\t\x12\x14\n\x0csample_index\x18\t \x01(\r\x12\x12\n\nsession_id\x18\n \x01(\t\x12\x0c\n\x04turn\x18\x0b \x01(\r\x12\x19\n\x11parent_rollout_id\x18\x0c \x01(\t\x12\x0f\n\x07stratum\x18\r \x01(\t\x12#\n\x06origin\x18\x0e \x01(\x0e\x32\x13.rolloutd.v1.Origin\x12\x1b\n\x0eneeded_by_step\x18\x0f \x01(\x04H\x00\x88\x01\x01\x12\x15\n\rprompt_tokens\x18\x10 \x01(\r\x12\x16\n\x0emax_new_tokens\x18\x11 \x01(\r\x12\x18\n\x10generated_tokens\x18\x12 \x01(\r\x12\x10\n\x08\x61ttempts\x18\x13 \x01(\r\x12\x13\n\x0bpreemptions\x18\x14 \x01(\r\x12\x11\n\tengine_id\x18\x15 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x16 \x01(\t\x12\x13\n\x0b\x61ge_seconds\x18\x17 \x01(\x01\x12*\n\x06result\x18\x18 \x01(\x0b\x32\x1a.rolloutd.v1.RolloutResultB\x11\n\x0f_needed_by_step\"\xab\x01\n\x13ListRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\x12)\n\x06states\x18\x04 \x03(\x0e\x32\x19.rolloutd.v1.RolloutState\x12\x32\n\x0frollout_classes\x18\x05 \x03(\x0e\x32\x19.rolloutd.v1.RolloutClass\"o\n\x14ListRolloutsResponse\x12&\n\x08rollouts\x18\x01 \x03(\x0b\x32\x14.rolloutd.v1.Rollout\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\";\n\x15\x45xplainRolloutRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrollout_id\x18\x02 \x01(\t\"\xa9\x01\n\x16\x45xplainRolloutResponse\x12%\n\x07rollout\x18\x01 \x01(\x0b\x32\x14.rolloutd.v1.Rollout\x12(\n\tdecisions\x18\x02 \x03(\x0b\x32\x15.rolloutd.v1.Decision\x12&\n\x05story\x18\x03 \x03(\x0b\x32\x17.rolloutd.v1.StoryEntry\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03*I\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x10\n\x0cVERDICT_USED\x10\x01\x12\x13\n\x0fVERDICT_DROPPED\x10\x02*\x90\x01\n\x08ItemKind\x12\x19\n\x15ITEM_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14ITEM_KIND_SUBMISSION\x10\x01\x12\x14\n\x10ITEM_KIND_UPDATE\x10\x02\x12\x1a\n\x16ITEM_KIND_CANCELLATION\x10\x03\x12\x1d\n\x19ITEM_KIND_ACKNOWLEDGEMENT\x10\x04*\xc7\x01\n\nNoticeKind\x12\x1b\n\x17NOTICE_KIND_UNSPECIFIED\x10\x00\x12\x1b\n\x17NOTICE_KIND_NO_CAPACITY\x10\x01\x12\x1e\n\x1aNOTICE_KIND_BUDGET_CHANGED\x10\x03\x12$\n NOTICE_KIND_BUDGET_LEASE_EXPIRED\x10\x04\x12\x18\n\x14NOTICE_KIND_DRAINING\x10\x05\x12\x1f\n\x1bNOTICE_KIND_RESULTS_EXPIRED\x10\t2\xf0\x04\n\x0eRolloutService\x12Z\n\rSubmitRollout\x12!.rolloutd.v1.SubmitRolloutRequest\x1a\".rolloutd.v1.SubmitRolloutResponse(\x01\x30\x01\x12M\n\nRunRollout\x12\x1e.rolloutd.v1.RunRolloutRequest\x1a\x1f.rolloutd.v1.RunRolloutResponse\x12Y\n\x0eUpdateRollouts\x12\".rolloutd.v1.UpdateRolloutsRequest\x1a#.rolloutd.v1.UpdateRolloutsResponse\x12Y\n\x0e\x43\x61ncelRollouts\x12\".rolloutd.v1.CancelRolloutsRequest\x1a#.rolloutd.v1.CancelRolloutsResponse\x12M\n\nGetRollout\x12\x1e.rolloutd.v1.GetRolloutRequest\x1a\x1f.rolloutd.v1.GetRolloutResponse\x12S\n\x0cListRollouts\x12 .rolloutd.v1.ListRolloutsRequest\x1a!.rolloutd.v1.ListRolloutsResponse\x12Y\n\x0e\x45xplainRollout\x12\".rolloutd.v1.ExplainRolloutRequest\x1a#.rolloutd.v1.ExplainRolloutResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!rolloutd/v1/rollout_service.proto\x12\x0brolloutd.v1\x1a\x1arolloutd/v1/decision.proto\x1a\x17rolloutd/v1/error.proto\x1a\x19rolloutd/v1/lineage.proto\x1a\x18rolloutd/v1/result.proto\x1a\x19rolloutd/v1/rollout.proto\x1a\x1drolloutd/v1/server_info.proto\"\x93\x02\n\x14SubmitRolloutRequest\x12!\n\x05hello\x18\x01 \x01(\x0b\x32\x12.rolloutd.v1.Hello\x12\x33\n\x0bsubmissions\x18\x02 \x03(\x0b\x32\x1e.rolloutd.v1.RolloutSubmission\x12+\n\x07updates\x18\x03 \x03(\x0b\x32\x1a.rolloutd.v1.RolloutUpdate\x12\x1a\n\x12\x63\x61ncel_rollout_ids\x18\x04 \x03(\t\x12\x36\n\x10\x61\x63knowledgements\x18\x05 \x03(\x0b\x32\x1c.rolloutd.v1.Acknowledgement\x12\"\n\x1a\x61\x63knowledge_through_cursor\x18\x06 \x01(\x04\"z\n\x05Hello\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x13\n\x0b\x63onsumer_id\x18\x02 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x03 \x01(\x04\x12\x15\n\rresume_cursor\x18\x04 \x01(\x04\x12\x1e\n\x16take_over_consumer_ids\x18\x05 \x03(\t\"\x81\x01\n\x0f\x41\x63knowledgement\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12%\n\x07verdict\x18\x02 \x01(\x0e\x32\x14.rolloutd.v1.Verdict\x12\x13\n\x0b\x64rop_reason\x18\x03 \x01(\t\x12\x13\n\x06reward\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\t\n\x07_reward\";\n\x15SubmitRolloutResponse\x12\"\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x12.rolloutd.v1.Event\"\xd9\x02\n\x05\x45vent\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\x12)\n\x08\x61ttached\x18\x02 \x01(\x0b\x32\x15.rolloutd.v1.AttachedH\x00\x12)\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x0b\x32\x15.rolloutd.v1.AcceptedH\x00\x12)\n\x08rejected\x18\x04 \x01(\x0b\x32\x15.rolloutd.v1.RejectedH\x00\x12)\n\x08progress\x18\x05 \x01(\x0b\x32\x15.rolloutd.v1.ProgressH\x00\x12.\n\x08\x66inished\x18\x06 \x01(\x0b\x32\x1a.rolloutd.v1.RolloutResultH\x00\x12\x34\n\x0egroup_finished\x18\x07 \x01(\x0b\x32\x1a.rolloutd.v1.GroupFinishedH\x00\x12%\n\x06notice\x18\x08 \x01(\x0b\x32\x13.rolloutd.v1.NoticeH\x00\x42\x07\n\x05\x65vent\"\x90\x01\n\x08\x41ttached\x12\x0e\n\x06\x63ursor\x18\x01 \x01(\x04\x12\x16\n\x0epending_events\x18\x02 \x01(\x04\x12\x1b\n\x13unfinished_rollouts\x18\x03 \x01(\x04\x12\'\n\x06server\x18\x04 \x01(\x0b\x32\x17.rolloutd.v1.ServerInfo\x12\x16\n\x0epolicy_version\x18\x05 \x01(\x03\"\xca\x01\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12(\n\x05state\x18\x02 \x01(\x0e\x32\x19.rolloutd.v1.RolloutState\x12\x16\n\x0equeue_position\x18\x03 \x01(\x04\x12\x1d\n\x15matched_prefix_tokens\x18\x04 \x01(\r\x12\x1f\n\x17\x65stimated_start_seconds\x18\x05 \x01(\x01\x12\x10\n\x08\x61ttached\x18\x06 \x01(\x08\x12\x16\n\x0epolicy_version\x18\x07 \x01(\x03\"f\n\x08Rejected\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12#\n\x04kind\x18\x02 \x01(\x0e\x32\x15.rolloutd.v1.ItemKind\x12!\n\x05\x65rror\x18\x03 \x01(\x0b\x32\x12.rolloutd.v1.Error\"K\n\x08Progress\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x18\n\x10generated_tokens\x18\x02 \x01(\r\x12\x11\n\tengine_id\x18\x03 \x01(\t\"d\n\rGroupFinished\x12\x10\n\x08group_id\x18\x01 \x01(\t\x12\x10\n\x08\x63omplete\x18\x02 \x01(\x08\x12\x13\n\x0brollout_ids\x18\x03 \x03(\t\x12\x1a\n\x12\x66\x61iled_rollout_ids\x18\x04 \x03(\t\"i\n\x06Notice\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.rolloutd.v1.NoticeKind\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0f\n\x07seconds\x18\x03 \x01(\x01\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03\"n\n\x11RunRolloutRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x15\n\rtrainer_epoch\x18\x02 \x01(\x04\x12\x32\n\nsubmission\x18\x03 \x01(\x0b\x32\x1e.rolloutd.v1.RolloutSubmission\"Y\n\x12RunRolloutResponse\x12+\n\x07results\x18\x01 \x03(\x0b\x32\x1a.rolloutd.v1.RolloutResult\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"\x82\x01\n\x15UpdateRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x1a\n\rtrainer_epoch\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12+\n\x07updates\x18\x03 \x03(\x0b\x32\x1a.rolloutd.v1.RolloutUpdateB\x10\n\x0e_trainer_epoch\"[\n\x16UpdateRolloutsResponse\x12\x18\n\x10updated_rollouts\x18\x01 \x01(\r\x12\'\n\x08rejected\x18\x02 \x03(\x0b\x32\x15.rolloutd.v1.Rejected\"}\n\x15\x43\x61ncelRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x1a\n\rtrainer_epoch\x18\x02 \x01(\x04H\x00\x88\x01\x01\x12\x13\n\x0brollout_ids\x18\x03 \x03(\t\x12\x11\n\tgroup_ids\x18\x04 \x03(\tB\x10\n\x0e_trainer_epoch\"d\n\x16\x43\x61ncelRolloutsResponse\x12\x1a\n\x12\x63\x61ncelled_rollouts\x18\x01 \x01(\r\x12\x19\n\x11\x66inished_rollouts\x18\x02 \x01(\r\x12\x13\n\x0bunknown_ids\x18\x03 \x03(\t\"7\n\x11GetRolloutRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrollout_id\x18\x02 \x01(\t\"b\n\x12GetRolloutResponse\x12%\n\x07rollout\x18\x01 \x01(\x0b\x32\x14.rolloutd.v1.Rollout\x12%\n\x07lineage\x18\x02 \x01(\x0b\x32\x14.rolloutd.v1.Lineage\"3\n\x0fGetGroupRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x10\n\x08group_id\x18\x02 \x01(\t\"M\n\x10GetGroupResponse\x12!\n\x05group\x18\x01 \x01(\x0b\x32\x12.rolloutd.v1.Group\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\"\xf7\x04\n\x07Rollout\x12\x12\n\nrollout_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x13\n\x0b\x63onsumer_id\x18\x03 \x01(\t\x12(\n\x05state\x18\x04 \x01(\x0e\x32\x19.rolloutd.v1.RolloutState\x12\x30\n\rrollout_class\x18\x05 \x01(\x0e\x32\x19.rolloutd.v1.RolloutClass\x12(\n\ttask_type\x18\x06 \x01(\x0e\x32\x15.rolloutd.v1.TaskType\x12\x0c\n\x04pool\x18\x07 \x01(\t\x12\x10\n\x08group_id\x18\x08 \x01(\t\x12\x14\n\x0csample_index\x18\t \x01(\r\x12\x12\n\nsession_id\x18\n \x01(\t\x12\x0c\n\x04turn\x18\x0b \x01(\r\x12\x19\n\x11parent_rollout_id\x18\x0c \x01(\t\x12\x0f\n\x07stratum\x18\r \x01(\t\x12#\n\x06origin\x18\x0e \x01(\x0e\x32\x13.rolloutd.v1.Origin\x12\x1b\n\x0eneeded_by_step\x18\x0f \x01(\x04H\x00\x88\x01\x01\x12\x15\n\rprompt_tokens\x18\x10 \x01(\r\x12\x16\n\x0emax_new_tokens\x18\x11 \x01(\r\x12\x18\n\x10generated_tokens\x18\x12 \x01(\r\x12\x10\n\x08\x61ttempts\x18\x13 \x01(\r\x12\x13\n\x0bpreemptions\x18\x14 \x01(\r\x12\x11\n\tengine_id\x18\x15 \x01(\t\x12\x10\n\x08\x62\x61tch_id\x18\x16 \x01(\t\x12\x13\n\x0b\x61ge_seconds\x18\x17 \x01(\x01\x12*\n\x06result\x18\x18 \x01(\x0b\x32\x1a.rolloutd.v1.RolloutResultB\x11\n\x0f_needed_by_step\"\xab\x01\n\x13ListRolloutsRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x11\n\tpage_size\x18\x02 \x01(\x05\x12\x12\n\npage_token\x18\x03 \x01(\t\x12)\n\x06states\x18\x04 \x03(\x0e\x32\x19.rolloutd.v1.RolloutState\x12\x32\n\x0frollout_classes\x18\x05 \x03(\x0e\x32\x19.rolloutd.v1.RolloutClass\"o\n\x14ListRolloutsResponse\x12&\n\x08rollouts\x18\x01 \x03(\x0b\x32\x14.rolloutd.v1.Rollout\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\";\n\x15\x45xplainRolloutRequest\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x12\n\nrollout_id\x18\x02 \x01(\t\"\xa9\x01\n\x16\x45xplainRolloutResponse\x12%\n\x07rollout\x18\x01 \x01(\x0b\x32\x14.rolloutd.v1.Rollout\x12(\n\tdecisions\x18\x02 \x03(\x0b\x32\x15.rolloutd.v1.Decision\x12&\n\x05story\x18\x03 \x03(\x0b\x32\x17.rolloutd.v1.StoryEntry\x12\x16\n\x0epolicy_version\x18\x04 \x01(\x03*I\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x10\n\x0cVERDICT_USED\x10\x01\x12\x13\n\x0fVERDICT_DROPPED\x10\x02*\x90\x01\n\x08ItemKind\x12\x19\n\x15ITEM_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14ITEM_KIND_SUBMISSION\x10\x01\x12\x14\n\x10ITEM_KIND_UPDATE\x10\x02\x12\x1a\n\x16ITEM_KIND_CANCELLATION\x10\x03\x12\x1d\n\x19ITEM_KIND_ACKNOWLEDGEMENT\x10\x04*\xea\x01\n\nNoticeKind\x12\x1b\n\x17NOTICE_KIND_UNSPECIFIED\x10\x00\x12\x1b\n\x17NOTICE_KIND_NO_CAPACITY\x10\x01\x12\x1e\n\x1aNOTICE_KIND_BUDGET_CHANGED\x10\x03\x12$\n NOTICE_KIND_BUDGET_LEASE_EXPIRED\x10\x04\x12\x18\n\x14NOTICE_KIND_DRAINING\x10\x05\x12\x1f\n\x1bNOTICE_KIND_RESULTS_EXPIRED\x10\t\x12!\n\x1dNOTICE_KIND_VERSION_PUBLISHED\x10\n2\xb9\x05\n\x0eRolloutService\x12Z\n\rSubmitRollout\x12!.rolloutd.v1.SubmitRolloutRequest\x1a\".rolloutd.v1.SubmitRolloutResponse(\x01\x30\x01\x12M\n\nRunRollout\x12\x1e.rolloutd.v1.RunRolloutRequest\x1a\x1f.rolloutd.v1.RunRolloutResponse\x12Y\n\x0eUpdateRollouts\x12\".rolloutd.v1.UpdateRolloutsRequest\x1a#.rolloutd.v1.UpdateRolloutsResponse\x12Y\n\x0e\x43\x61ncelRollouts\x12\".rolloutd.v1.CancelRolloutsRequest\x1a#.rolloutd.v1.CancelRolloutsResponse\x12M\n\nGetRollout\x12\x1e.rolloutd.v1.GetRolloutRequest\x1a\x1f.rolloutd.v1.GetRolloutResponse\x12G\n\x08GetGroup\x12\x1c.rolloutd.v1.GetGroupRequest\x1a\x1d.rolloutd.v1.GetGroupResponse\x12S\n\x0cListRollouts\x12 .rolloutd.v1.ListRolloutsRequest\x1a!.rolloutd.v1.ListRolloutsResponse\x12Y\n\x0e\x45xplainRollout\x12\".rolloutd.v1.ExplainRolloutRequest\x1a#.rolloutd.v1.ExplainRolloutResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rolloutd.v1.rollout_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VERDICT']._serialized_start=3802
-  _globals['_VERDICT']._serialized_end=3875
-  _globals['_ITEMKIND']._serialized_start=3878
-  _globals['_ITEMKIND']._serialized_end=4022
-  _globals['_NOTICEKIND']._serialized_start=4025
-  _globals['_NOTICEKIND']._serialized_end=4224
-  _globals['_SUBMITROLLOUTREQUEST']._serialized_start=188
-  _globals['_SUBMITROLLOUTREQUEST']._serialized_end=463
-  _globals['_HELLO']._serialized_start=465
-  _globals['_HELLO']._serialized_end=587
-  _globals['_ACKNOWLEDGEMENT']._serialized_start=590
-  _globals['_ACKNOWLEDGEMENT']._serialized_end=719
-  _globals['_SUBMITROLLOUTRESPONSE']._serialized_start=721
-  _globals['_SUBMITROLLOUTRESPONSE']._serialized_end=780
-  _globals['_EVENT']._serialized_start=783
-  _globals['_EVENT']._serialized_end=1128
-  _globals['_ATTACHED']._serialized_start=1131
-  _globals['_ATTACHED']._serialized_end=1275
-  _globals['_ACCEPTED']._serialized_start=1278
-  _globals['_ACCEPTED']._serialized_end=1480
-  _globals['_REJECTED']._serialized_start=1482
-  _globals['_REJECTED']._serialized_end=1584
-  _globals['_PROGRESS']._serialized_start=1586
-  _globals['_PROGRESS']._serialized_end=1661
-  _globals['_GROUPFINISHED']._serialized_start=1663
-  _globals['_GROUPFINISHED']._serialized_end=1763
-  _globals['_NOTICE']._serialized_start=1765
-  _globals['_NOTICE']._serialized_end=1870
-  _globals['_RUNROLLOUTREQUEST']._serialized_start=1872
-  _globals['_RUNROLLOUTREQUEST']._serialized_end=1982
-  _globals['_RUNROLLOUTRESPONSE']._serialized_start=1984
-  _globals['_RUNROLLOUTRESPONSE']._serialized_end=2073
-  _globals['_UPDATEROLLOUTSREQUEST']._serialized_start=2076
-  _globals['_UPDATEROLLOUTSREQUEST']._serialized_end=2206
-  _globals['_UPDATEROLLOUTSRESPONSE']._serialized_start=2208
-  _globals['_UPDATEROLLOUTSRESPONSE']._serialized_end=2299
-  _globals['_CANCELROLLOUTSREQUEST']._serialized_start=2301
-  _globals['_CANCELROLLOUTSREQUEST']._serialized_end=2426
-  _globals['_CANCELROLLOUTSRESPONSE']._serialized_start=2428
-  _globals['_CANCELROLLOUTSRESPONSE']._serialized_end=2528
-  _globals['_GETROLLOUTREQUEST']._serialized_start=2530
-  _globals['_GETROLLOUTREQUEST']._serialized_end=2585
-  _globals['_GETROLLOUTRESPONSE']._serialized_start=2587
-  _globals['_GETROLLOUTRESPONSE']._serialized_end=2646
-  _globals['_ROLLOUT']._serialized_start=2649
-  _globals['_ROLLOUT']._serialized_end=3280
-  _globals['_LISTROLLOUTSREQUEST']._serialized_start=3283
-  _globals['_LISTROLLOUTSREQUEST']._serialized_end=3454
-  _globals['_LISTROLLOUTSRESPONSE']._serialized_start=3456
-  _globals['_LISTROLLOUTSRESPONSE']._serialized_end=3567
-  _globals['_EXPLAINROLLOUTREQUEST']._serialized_start=3569
-  _globals['_EXPLAINROLLOUTREQUEST']._serialized_end=3628
-  _globals['_EXPLAINROLLOUTRESPONSE']._serialized_start=3631
-  _globals['_EXPLAINROLLOUTRESPONSE']._serialized_end=3800
-  _globals['_ROLLOUTSERVICE']._serialized_start=4227
-  _globals['_ROLLOUTSERVICE']._serialized_end=4851
+  _globals['_VERDICT']._serialized_start=4000
+  _globals['_VERDICT']._serialized_end=4073
+  _globals['_ITEMKIND']._serialized_start=4076
+  _globals['_ITEMKIND']._serialized_end=4220
+  _globals['_NOTICEKIND']._serialized_start=4223
+  _globals['_NOTICEKIND']._serialized_end=4457
+  _globals['_SUBMITROLLOUTREQUEST']._serialized_start=215
+  _globals['_SUBMITROLLOUTREQUEST']._serialized_end=490
+  _globals['_HELLO']._serialized_start=492
+  _globals['_HELLO']._serialized_end=614
+  _globals['_ACKNOWLEDGEMENT']._serialized_start=617
+  _globals['_ACKNOWLEDGEMENT']._serialized_end=746
+  _globals['_SUBMITROLLOUTRESPONSE']._serialized_start=748
+  _globals['_SUBMITROLLOUTRESPONSE']._serialized_end=807
+  _globals['_EVENT']._serialized_start=810
+  _globals['_EVENT']._serialized_end=1155
+  _globals['_ATTACHED']._serialized_start=1158
+  _globals['_ATTACHED']._serialized_end=1302
+  _globals['_ACCEPTED']._serialized_start=1305
+  _globals['_ACCEPTED']._serialized_end=1507
+  _globals['_REJECTED']._serialized_start=1509
+  _globals['_REJECTED']._serialized_end=1611
+  _globals['_PROGRESS']._serialized_start=1613
+  _globals['_PROGRESS']._serialized_end=1688
+  _globals['_GROUPFINISHED']._serialized_start=1690
+  _globals['_GROUPFINISHED']._serialized_end=1790
+  _globals['_NOTICE']._serialized_start=1792
+  _globals['_NOTICE']._serialized_end=1897
+  _globals['_RUNROLLOUTREQUEST']._serialized_start=1899
+  _globals['_RUNROLLOUTREQUEST']._serialized_end=2009
+  _globals['_RUNROLLOUTRESPONSE']._serialized_start=2011
+  _globals['_RUNROLLOUTRESPONSE']._serialized_end=2100
+  _globals['_UPDATEROLLOUTSREQUEST']._serialized_start=2103
+  _globals['_UPDATEROLLOUTSREQUEST']._serialized_end=2233
+  _globals['_UPDATEROLLOUTSRESPONSE']._serialized_start=2235
+  _globals['_UPDATEROLLOUTSRESPONSE']._serialized_end=2326
+  _globals['_CANCELROLLOUTSREQUEST']._serialized_start=2328
+  _globals['_CANCELROLLOUTSREQUEST']._serialized_end=2453
+  _globals['_CANCELROLLOUTSRESPONSE']._serialized_start=2455
+  _globals['_CANCELROLLOUTSRESPONSE']._serialized_end=2555
+  _globals['_GETROLLOUTREQUEST']._serialized_start=2557
+  _globals['_GETROLLOUTREQUEST']._serialized_end=2612
+  _globals['_GETROLLOUTRESPONSE']._serialized_start=2614
+  _globals['_GETROLLOUTRESPONSE']._serialized_end=2712
+  _globals['_GETGROUPREQUEST']._serialized_start=2714
+  _globals['_GETGROUPREQUEST']._serialized_end=2765
+  _globals['_GETGROUPRESPONSE']._serialized_start=2767
+  _globals['_GETGROUPRESPONSE']._serialized_end=2844
+  _globals['_ROLLOUT']._serialized_start=2847
+  _globals['_ROLLOUT']._serialized_end=3478
+  _globals['_LISTROLLOUTSREQUEST']._serialized_start=3481
+  _globals['_LISTROLLOUTSREQUEST']._serialized_end=3652
+  _globals['_LISTROLLOUTSRESPONSE']._serialized_start=3654
+  _globals['_LISTROLLOUTSRESPONSE']._serialized_end=3765
+  _globals['_EXPLAINROLLOUTREQUEST']._serialized_start=3767
+  _globals['_EXPLAINROLLOUTREQUEST']._serialized_end=3826
+  _globals['_EXPLAINROLLOUTRESPONSE']._serialized_start=3829
+  _globals['_EXPLAINROLLOUTRESPONSE']._serialized_end=3998
+  _globals['_ROLLOUTSERVICE']._serialized_start=4460
+  _globals['_ROLLOUTSERVICE']._serialized_end=5157
 # @@protoc_insertion_point(module_scope)

@@ -10,6 +10,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from rolloutd.v1 import decision_pb2 as _decision_pb2
 from rolloutd.v1 import error_pb2 as _error_pb2
+from rolloutd.v1 import lineage_pb2 as _lineage_pb2
 from rolloutd.v1 import result_pb2 as _result_pb2
 from rolloutd.v1 import rollout_pb2 as _rollout_pb2
 from rolloutd.v1 import server_info_pb2 as _server_info_pb2
@@ -98,6 +99,8 @@ class _NoticeKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_NoticeKind
     """The server is draining and stops within `seconds`; new submissions are refused."""
     NOTICE_KIND_RESULTS_EXPIRED: _NoticeKind.ValueType  # 9
     """Results that nobody acknowledged were dropped because they had been kept for too long; message says how many."""
+    NOTICE_KIND_VERSION_PUBLISHED: _NoticeKind.ValueType  # 10
+    """Every engine that could be updated holds a new policy version; message names it and its pool."""
 
 class NoticeKind(_NoticeKind, metaclass=_NoticeKindEnumTypeWrapper):
     """Kind of notice."""
@@ -114,6 +117,8 @@ NOTICE_KIND_DRAINING: NoticeKind.ValueType  # 5
 """The server is draining and stops within `seconds`; new submissions are refused."""
 NOTICE_KIND_RESULTS_EXPIRED: NoticeKind.ValueType  # 9
 """Results that nobody acknowledged were dropped because they had been kept for too long; message says how many."""
+NOTICE_KIND_VERSION_PUBLISHED: NoticeKind.ValueType  # 10
+"""Every engine that could be updated holds a new policy version; message names it and its pool."""
 Global___NoticeKind: _TypeAlias = NoticeKind  # noqa: Y015
 
 @_typing.final
@@ -797,22 +802,84 @@ class GetRolloutResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLLOUT_FIELD_NUMBER: _builtins.int
+    LINEAGE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def rollout(self) -> Global___Rollout:
         """The rollout."""
+
+    @_builtins.property
+    def lineage(self) -> _lineage_pb2.Lineage:
+        """Where its result comes from: the record that the lineage file has of it. Its group is as it is now. Absent: not
+        ended.
+        """
 
     def __init__(
         self,
         *,
         rollout: Global___Rollout | None = ...,
+        lineage: _lineage_pb2.Lineage | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lineage", b"lineage", "rollout", b"rollout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["rollout", b"rollout"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lineage", b"lineage", "rollout", b"rollout"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetRolloutResponse: _TypeAlias = GetRolloutResponse  # noqa: Y015
+
+@_typing.final
+class GetGroupRequest(_message.Message):
+    """Which group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run. Required."""
+    group_id: _builtins.str
+    """The group. Required."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        group_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group_id", b"group_id", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetGroupRequest: _TypeAlias = GetGroupRequest  # noqa: Y015
+
+@_typing.final
+class GetGroupResponse(_message.Message):
+    """The group."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    POLICY_VERSION_FIELD_NUMBER: _builtins.int
+    policy_version: _builtins.int
+    """Policy version of the run. 0: as registered."""
+    @_builtins.property
+    def group(self) -> _lineage_pb2.Group:
+        """The group."""
+
+    def __init__(
+        self,
+        *,
+        group: _lineage_pb2.Group | None = ...,
+        policy_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "policy_version", b"policy_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetGroupResponse: _TypeAlias = GetGroupResponse  # noqa: Y015
 
 @_typing.final
 class Rollout(_message.Message):

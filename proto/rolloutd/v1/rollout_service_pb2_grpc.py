@@ -60,6 +60,11 @@ class RolloutServiceStub(object):
                 request_serializer=rolloutd_dot_v1_dot_rollout__service__pb2.GetRolloutRequest.SerializeToString,
                 response_deserializer=rolloutd_dot_v1_dot_rollout__service__pb2.GetRolloutResponse.FromString,
                 _registered_method=True)
+        self.GetGroup = channel.unary_unary(
+                '/rolloutd.v1.RolloutService/GetGroup',
+                request_serializer=rolloutd_dot_v1_dot_rollout__service__pb2.GetGroupRequest.SerializeToString,
+                response_deserializer=rolloutd_dot_v1_dot_rollout__service__pb2.GetGroupResponse.FromString,
+                _registered_method=True)
         self.ListRollouts = channel.unary_unary(
                 '/rolloutd.v1.RolloutService/ListRollouts',
                 request_serializer=rolloutd_dot_v1_dot_rollout__service__pb2.ListRolloutsRequest.SerializeToString,
@@ -113,7 +118,15 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetRollout(self, request, context):
-        """One rollout: where it is, and its result once it has ended and as long as it is kept. NOT_FOUND after that.
+        """One rollout: where it is, and its result and lineage once it has ended and as long as it is kept. NOT_FOUND after
+        that.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetGroup(self, request, context):
+        """How far a group is. NOT_FOUND once its last result was acknowledged.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -160,6 +173,11 @@ def add_RolloutServiceServicer_to_server(servicer, server):
                     servicer.GetRollout,
                     request_deserializer=rolloutd_dot_v1_dot_rollout__service__pb2.GetRolloutRequest.FromString,
                     response_serializer=rolloutd_dot_v1_dot_rollout__service__pb2.GetRolloutResponse.SerializeToString,
+            ),
+            'GetGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetGroup,
+                    request_deserializer=rolloutd_dot_v1_dot_rollout__service__pb2.GetGroupRequest.FromString,
+                    response_serializer=rolloutd_dot_v1_dot_rollout__service__pb2.GetGroupResponse.SerializeToString,
             ),
             'ListRollouts': grpc.unary_unary_rpc_method_handler(
                     servicer.ListRollouts,
@@ -308,6 +326,33 @@ class RolloutService(object):
             '/rolloutd.v1.RolloutService/GetRollout',
             rolloutd_dot_v1_dot_rollout__service__pb2.GetRolloutRequest.SerializeToString,
             rolloutd_dot_v1_dot_rollout__service__pb2.GetRolloutResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rolloutd.v1.RolloutService/GetGroup',
+            rolloutd_dot_v1_dot_rollout__service__pb2.GetGroupRequest.SerializeToString,
+            rolloutd_dot_v1_dot_rollout__service__pb2.GetGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

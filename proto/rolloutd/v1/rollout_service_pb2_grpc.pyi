@@ -53,7 +53,11 @@ class RolloutServiceStub:
     CANCELLED.
     """
     GetRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.GetRolloutRequest, _rollout_service_pb2.GetRolloutResponse]
-    """One rollout: where it is, and its result once it has ended and as long as it is kept. NOT_FOUND after that."""
+    """One rollout: where it is, and its result and lineage once it has ended and as long as it is kept. NOT_FOUND after
+    that.
+    """
+    GetGroup: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.GetGroupRequest, _rollout_service_pb2.GetGroupResponse]
+    """How far a group is. NOT_FOUND once its last result was acknowledged."""
     ListRollouts: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ListRolloutsRequest, _rollout_service_pb2.ListRolloutsResponse]
     """Rollouts of a run that the server still knows, ordered by id, without their results."""
     ExplainRollout: _grpc.UnaryUnaryMultiCallable[_rollout_service_pb2.ExplainRolloutRequest, _rollout_service_pb2.ExplainRolloutResponse]
@@ -84,7 +88,11 @@ class RolloutServiceAsyncStub(RolloutServiceStub):
     CANCELLED.
     """
     GetRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.GetRolloutRequest, _rollout_service_pb2.GetRolloutResponse]  # type: ignore[assignment]
-    """One rollout: where it is, and its result once it has ended and as long as it is kept. NOT_FOUND after that."""
+    """One rollout: where it is, and its result and lineage once it has ended and as long as it is kept. NOT_FOUND after
+    that.
+    """
+    GetGroup: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.GetGroupRequest, _rollout_service_pb2.GetGroupResponse]  # type: ignore[assignment]
+    """How far a group is. NOT_FOUND once its last result was acknowledged."""
     ListRollouts: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ListRolloutsRequest, _rollout_service_pb2.ListRolloutsResponse]  # type: ignore[assignment]
     """Rollouts of a run that the server still knows, ordered by id, without their results."""
     ExplainRollout: _aio.UnaryUnaryMultiCallable[_rollout_service_pb2.ExplainRolloutRequest, _rollout_service_pb2.ExplainRolloutResponse]  # type: ignore[assignment]
@@ -142,7 +150,17 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_service_pb2.GetRolloutRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_service_pb2.GetRolloutResponse, _abc.Awaitable[_rollout_service_pb2.GetRolloutResponse]]:
-        """One rollout: where it is, and its result once it has ended and as long as it is kept. NOT_FOUND after that."""
+        """One rollout: where it is, and its result and lineage once it has ended and as long as it is kept. NOT_FOUND after
+        that.
+        """
+
+    @_abc_1.abstractmethod
+    def GetGroup(
+        self,
+        request: _rollout_service_pb2.GetGroupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_service_pb2.GetGroupResponse, _abc.Awaitable[_rollout_service_pb2.GetGroupResponse]]:
+        """How far a group is. NOT_FOUND once its last result was acknowledged."""
 
     @_abc_1.abstractmethod
     def ListRollouts(

@@ -129,6 +129,58 @@ ON_DISCONNECT_CANCEL: OnDisconnect.ValueType  # 2
 """They are cancelled once the consumer has been gone for disconnect_grace_seconds."""
 Global___OnDisconnect: _TypeAlias = OnDisconnect  # noqa: Y015
 
+class _OnStale:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OnStaleEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OnStale.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ON_STALE_UNSPECIFIED: _OnStale.ValueType  # 0
+    """ConfigureRun: unchanged. Never sent."""
+    ON_STALE_WITHHOLD: _OnStale.ValueType  # 1
+    """It ends with outcome STALE and without its tokens."""
+    ON_STALE_FLAG: _OnStale.ValueType  # 2
+    """It is delivered, with `stale` set."""
+
+class OnStale(_OnStale, metaclass=_OnStaleEnumTypeWrapper):
+    """What becomes of a finished rollout whose oldest token is too old."""
+
+ON_STALE_UNSPECIFIED: OnStale.ValueType  # 0
+"""ConfigureRun: unchanged. Never sent."""
+ON_STALE_WITHHOLD: OnStale.ValueType  # 1
+"""It ends with outcome STALE and without its tokens."""
+ON_STALE_FLAG: OnStale.ValueType  # 2
+"""It is delivered, with `stale` set."""
+Global___OnStale: _TypeAlias = OnStale  # noqa: Y015
+
+class _ReleaseMemory:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ReleaseMemoryEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ReleaseMemory.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RELEASE_MEMORY_UNSPECIFIED: _ReleaseMemory.ValueType  # 0
+    """ConfigureRun: unchanged. Never sent."""
+    RELEASE_MEMORY_NOTHING: _ReleaseMemory.ValueType  # 1
+    """None."""
+    RELEASE_MEMORY_KV_CACHE: _ReleaseMemory.ValueType  # 2
+    """The KV cache: running work is interrupted and keeps its tokens."""
+    RELEASE_MEMORY_KV_CACHE_AND_WEIGHTS: _ReleaseMemory.ValueType  # 3
+    """The KV cache and the weights: the engines serve again after the next PublishPolicy."""
+
+class ReleaseMemory(_ReleaseMemory, metaclass=_ReleaseMemoryEnumTypeWrapper):
+    """Memory of the engines that a trainer on the same GPUs gets while its state is TRAINING."""
+
+RELEASE_MEMORY_UNSPECIFIED: ReleaseMemory.ValueType  # 0
+"""ConfigureRun: unchanged. Never sent."""
+RELEASE_MEMORY_NOTHING: ReleaseMemory.ValueType  # 1
+"""None."""
+RELEASE_MEMORY_KV_CACHE: ReleaseMemory.ValueType  # 2
+"""The KV cache: running work is interrupted and keeps its tokens."""
+RELEASE_MEMORY_KV_CACHE_AND_WEIGHTS: ReleaseMemory.ValueType  # 3
+"""The KV cache and the weights: the engines serve again after the next PublishPolicy."""
+Global___ReleaseMemory: _TypeAlias = ReleaseMemory  # noqa: Y015
+
 @_typing.final
 class RunConfig(_message.Message):
     """Settings of a run. In ConfigureRun an absent or unspecified field stays as it is; in answers every field carries the
@@ -166,6 +218,11 @@ class RunConfig(_message.Message):
     DISCONNECT_GRACE_SECONDS_FIELD_NUMBER: _builtins.int
     MAX_UNDELIVERED_BYTES_FIELD_NUMBER: _builtins.int
     UNDELIVERED_TTL_SECONDS_FIELD_NUMBER: _builtins.int
+    ON_STALE_FIELD_NUMBER: _builtins.int
+    BATCH_SAMPLES_FIELD_NUMBER: _builtins.int
+    SLICE_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFIX_TTL_VERSIONS_FIELD_NUMBER: _builtins.int
+    RELEASE_MEMORY_FIELD_NUMBER: _builtins.int
     fairness_weight: _builtins.float
     """Share of a shared pool against other runs, above 0. Absent: unchanged, 1 in a new run. A run of weight 2 gets twice
     the tokens of a run of weight 1.
@@ -186,6 +243,23 @@ class RunConfig(_message.Message):
     """How long a result is kept for a consumer that is gone, counted from its end; after that it is dropped and counted.
     Absent: the server's configuration. 0 is refused.
     """
+    on_stale: Global___OnStale.ValueType
+    """Unspecified: unchanged; a new run withholds."""
+    batch_samples: _builtins.int
+    """Samples that one training step takes. With defaults.max_staleness it bounds the samples on their way, reserved or
+    generated and not acknowledged yet, to (max_staleness + 1) times this. Absent: unchanged, 0 in a new run. 0: not
+    bounded. Refused above 0 without a max_staleness.
+    """
+    slice_tokens: _builtins.int
+    """Tokens after which a rollout that still runs may be moved to another engine. Absent: unchanged, 0 in a new run. 0:
+    it stays where it is.
+    """
+    prefix_ttl_versions: _builtins.int
+    """Versions that cached prefixes may be old and still earn credit, after a PublishPolicy that keeps the engines' caches
+    (CacheHandling KEEP). Absent: unchanged. 0: never. -1: the server's configuration, as in a new run.
+    """
+    release_memory: Global___ReleaseMemory.ValueType
+    """Unspecified: unchanged; a new run releases nothing."""
     @_builtins.property
     def weights(self) -> Global___ScoreWeights:
         """Weights of the score terms, each 0 or more. Absent: the server's configuration."""
@@ -212,11 +286,18 @@ class RunConfig(_message.Message):
         disconnect_grace_seconds: _builtins.float | None = ...,
         max_undelivered_bytes: _builtins.int | None = ...,
         undelivered_ttl_seconds: _builtins.float | None = ...,
+        on_stale: Global___OnStale.ValueType = ...,
+        batch_samples: _builtins.int | None = ...,
+        slice_tokens: _builtins.int | None = ...,
+        prefix_ttl_versions: _builtins.int | None = ...,
+        release_memory: Global___ReleaseMemory.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_disconnect_grace_seconds", b"_disconnect_grace_seconds", "_fairness_weight", b"_fairness_weight", "_floor_rollouts", b"_floor_rollouts", "_max_undelivered_bytes", b"_max_undelivered_bytes", "_undelivered_ttl_seconds", b"_undelivered_ttl_seconds", "defaults", b"defaults", "disconnect_grace_seconds", b"disconnect_grace_seconds", "fairness_weight", b"fairness_weight", "floor_rollouts", b"floor_rollouts", "max_undelivered_bytes", b"max_undelivered_bytes", "undelivered_ttl_seconds", b"undelivered_ttl_seconds", "weights", b"weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_batch_samples", b"_batch_samples", "_disconnect_grace_seconds", b"_disconnect_grace_seconds", "_fairness_weight", b"_fairness_weight", "_floor_rollouts", b"_floor_rollouts", "_max_undelivered_bytes", b"_max_undelivered_bytes", "_prefix_ttl_versions", b"_prefix_ttl_versions", "_slice_tokens", b"_slice_tokens", "_undelivered_ttl_seconds", b"_undelivered_ttl_seconds", "batch_samples", b"batch_samples", "defaults", b"defaults", "disconnect_grace_seconds", b"disconnect_grace_seconds", "fairness_weight", b"fairness_weight", "floor_rollouts", b"floor_rollouts", "max_undelivered_bytes", b"max_undelivered_bytes", "prefix_ttl_versions", b"prefix_ttl_versions", "slice_tokens", b"slice_tokens", "undelivered_ttl_seconds", b"undelivered_ttl_seconds", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_disconnect_grace_seconds", b"_disconnect_grace_seconds", "_fairness_weight", b"_fairness_weight", "_floor_rollouts", b"_floor_rollouts", "_max_undelivered_bytes", b"_max_undelivered_bytes", "_undelivered_ttl_seconds", b"_undelivered_ttl_seconds", "defaults", b"defaults", "disconnect_grace_seconds", b"disconnect_grace_seconds", "fairness_weight", b"fairness_weight", "floor_rollouts", b"floor_rollouts", "max_undelivered_bytes", b"max_undelivered_bytes", "on_disconnect", b"on_disconnect", "target_mix", b"target_mix", "undelivered_ttl_seconds", b"undelivered_ttl_seconds", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_batch_samples", b"_batch_samples", "_disconnect_grace_seconds", b"_disconnect_grace_seconds", "_fairness_weight", b"_fairness_weight", "_floor_rollouts", b"_floor_rollouts", "_max_undelivered_bytes", b"_max_undelivered_bytes", "_prefix_ttl_versions", b"_prefix_ttl_versions", "_slice_tokens", b"_slice_tokens", "_undelivered_ttl_seconds", b"_undelivered_ttl_seconds", "batch_samples", b"batch_samples", "defaults", b"defaults", "disconnect_grace_seconds", b"disconnect_grace_seconds", "fairness_weight", b"fairness_weight", "floor_rollouts", b"floor_rollouts", "max_undelivered_bytes", b"max_undelivered_bytes", "on_disconnect", b"on_disconnect", "on_stale", b"on_stale", "prefix_ttl_versions", b"prefix_ttl_versions", "release_memory", b"release_memory", "slice_tokens", b"slice_tokens", "target_mix", b"target_mix", "undelivered_ttl_seconds", b"undelivered_ttl_seconds", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__batch_samples: _TypeAlias = _typing.Literal["batch_samples"]  # noqa: Y015
+    _WhichOneofArgType__batch_samples: _TypeAlias = _typing.Literal["_batch_samples", b"_batch_samples"]  # noqa: Y015
     _WhichOneofReturnType__disconnect_grace_seconds: _TypeAlias = _typing.Literal["disconnect_grace_seconds"]  # noqa: Y015
     _WhichOneofArgType__disconnect_grace_seconds: _TypeAlias = _typing.Literal["_disconnect_grace_seconds", b"_disconnect_grace_seconds"]  # noqa: Y015
     _WhichOneofReturnType__fairness_weight: _TypeAlias = _typing.Literal["fairness_weight"]  # noqa: Y015
@@ -225,8 +306,14 @@ class RunConfig(_message.Message):
     _WhichOneofArgType__floor_rollouts: _TypeAlias = _typing.Literal["_floor_rollouts", b"_floor_rollouts"]  # noqa: Y015
     _WhichOneofReturnType__max_undelivered_bytes: _TypeAlias = _typing.Literal["max_undelivered_bytes"]  # noqa: Y015
     _WhichOneofArgType__max_undelivered_bytes: _TypeAlias = _typing.Literal["_max_undelivered_bytes", b"_max_undelivered_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__prefix_ttl_versions: _TypeAlias = _typing.Literal["prefix_ttl_versions"]  # noqa: Y015
+    _WhichOneofArgType__prefix_ttl_versions: _TypeAlias = _typing.Literal["_prefix_ttl_versions", b"_prefix_ttl_versions"]  # noqa: Y015
+    _WhichOneofReturnType__slice_tokens: _TypeAlias = _typing.Literal["slice_tokens"]  # noqa: Y015
+    _WhichOneofArgType__slice_tokens: _TypeAlias = _typing.Literal["_slice_tokens", b"_slice_tokens"]  # noqa: Y015
     _WhichOneofReturnType__undelivered_ttl_seconds: _TypeAlias = _typing.Literal["undelivered_ttl_seconds"]  # noqa: Y015
     _WhichOneofArgType__undelivered_ttl_seconds: _TypeAlias = _typing.Literal["_undelivered_ttl_seconds", b"_undelivered_ttl_seconds"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__batch_samples) -> _WhichOneofReturnType__batch_samples | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__disconnect_grace_seconds) -> _WhichOneofReturnType__disconnect_grace_seconds | None: ...
     @_typing.overload
@@ -235,6 +322,10 @@ class RunConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__floor_rollouts) -> _WhichOneofReturnType__floor_rollouts | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_undelivered_bytes) -> _WhichOneofReturnType__max_undelivered_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefix_ttl_versions) -> _WhichOneofReturnType__prefix_ttl_versions | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__slice_tokens) -> _WhichOneofReturnType__slice_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__undelivered_ttl_seconds) -> _WhichOneofReturnType__undelivered_ttl_seconds | None: ...
 
@@ -309,6 +400,9 @@ class RolloutDefaults(_message.Message):
     MAX_ATTEMPTS_FIELD_NUMBER: _builtins.int
     ON_PREEMPT_FIELD_NUMBER: _builtins.int
     ROLLOUT_CLASS_FIELD_NUMBER: _builtins.int
+    MIN_VERSION_FIELD_NUMBER: _builtins.int
+    MAX_STALENESS_FIELD_NUMBER: _builtins.int
+    MAX_PARTIAL_SPAN_FIELD_NUMBER: _builtins.int
     queue_ttl_seconds: _builtins.float
     """For RolloutSubmission.queue_ttl_seconds. Absent: unchanged. 0: wait without limit."""
     max_attempts: _builtins.int
@@ -317,6 +411,14 @@ class RolloutDefaults(_message.Message):
     """For RolloutSubmission.on_preempt. Unspecified: unchanged, KEEP_PARTIAL in a new run."""
     rollout_class: _rollout_pb2.RolloutClass.ValueType
     """For RolloutSubmission.rollout_class. Unspecified: unchanged, CRITICAL in a new run."""
+    min_version: _builtins.int
+    """For RolloutSubmission.min_version. Absent: unchanged, 0 in a new run. 0: any version."""
+    max_staleness: _builtins.int
+    """For RolloutSubmission.max_staleness. Absent: unchanged, -1 in a new run. 0: only the newest. -1: any age."""
+    max_partial_span: _builtins.int
+    """For RolloutSubmission.max_partial_span. Absent: unchanged, -1 in a new run. 0: all tokens of a rollout by one
+    version. -1: any.
+    """
     def __init__(
         self,
         *,
@@ -324,17 +426,32 @@ class RolloutDefaults(_message.Message):
         max_attempts: _builtins.int | None = ...,
         on_preempt: _rollout_pb2.OnPreempt.ValueType = ...,
         rollout_class: _rollout_pb2.RolloutClass.ValueType = ...,
+        min_version: _builtins.int | None = ...,
+        max_staleness: _builtins.int | None = ...,
+        max_partial_span: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_attempts", b"_max_attempts", "_queue_ttl_seconds", b"_queue_ttl_seconds", "max_attempts", b"max_attempts", "queue_ttl_seconds", b"queue_ttl_seconds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_attempts", b"_max_attempts", "_max_partial_span", b"_max_partial_span", "_max_staleness", b"_max_staleness", "_min_version", b"_min_version", "_queue_ttl_seconds", b"_queue_ttl_seconds", "max_attempts", b"max_attempts", "max_partial_span", b"max_partial_span", "max_staleness", b"max_staleness", "min_version", b"min_version", "queue_ttl_seconds", b"queue_ttl_seconds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_attempts", b"_max_attempts", "_queue_ttl_seconds", b"_queue_ttl_seconds", "max_attempts", b"max_attempts", "on_preempt", b"on_preempt", "queue_ttl_seconds", b"queue_ttl_seconds", "rollout_class", b"rollout_class"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_attempts", b"_max_attempts", "_max_partial_span", b"_max_partial_span", "_max_staleness", b"_max_staleness", "_min_version", b"_min_version", "_queue_ttl_seconds", b"_queue_ttl_seconds", "max_attempts", b"max_attempts", "max_partial_span", b"max_partial_span", "max_staleness", b"max_staleness", "min_version", b"min_version", "on_preempt", b"on_preempt", "queue_ttl_seconds", b"queue_ttl_seconds", "rollout_class", b"rollout_class"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__max_attempts: _TypeAlias = _typing.Literal["max_attempts"]  # noqa: Y015
     _WhichOneofArgType__max_attempts: _TypeAlias = _typing.Literal["_max_attempts", b"_max_attempts"]  # noqa: Y015
+    _WhichOneofReturnType__max_partial_span: _TypeAlias = _typing.Literal["max_partial_span"]  # noqa: Y015
+    _WhichOneofArgType__max_partial_span: _TypeAlias = _typing.Literal["_max_partial_span", b"_max_partial_span"]  # noqa: Y015
+    _WhichOneofReturnType__max_staleness: _TypeAlias = _typing.Literal["max_staleness"]  # noqa: Y015
+    _WhichOneofArgType__max_staleness: _TypeAlias = _typing.Literal["_max_staleness", b"_max_staleness"]  # noqa: Y015
+    _WhichOneofReturnType__min_version: _TypeAlias = _typing.Literal["min_version"]  # noqa: Y015
+    _WhichOneofArgType__min_version: _TypeAlias = _typing.Literal["_min_version", b"_min_version"]  # noqa: Y015
     _WhichOneofReturnType__queue_ttl_seconds: _TypeAlias = _typing.Literal["queue_ttl_seconds"]  # noqa: Y015
     _WhichOneofArgType__queue_ttl_seconds: _TypeAlias = _typing.Literal["_queue_ttl_seconds", b"_queue_ttl_seconds"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_attempts) -> _WhichOneofReturnType__max_attempts | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_partial_span) -> _WhichOneofReturnType__max_partial_span | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_staleness) -> _WhichOneofReturnType__max_staleness | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_version) -> _WhichOneofReturnType__min_version | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_ttl_seconds) -> _WhichOneofReturnType__queue_ttl_seconds | None: ...
 
@@ -380,6 +497,46 @@ class RunState(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class PolicyVersionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class PublishingEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     RUN_ID_FIELD_NUMBER: _builtins.int
     STATUS_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
@@ -401,6 +558,11 @@ class RunState(_message.Message):
     USED_RESULTS_FIELD_NUMBER: _builtins.int
     DROPPED_RESULTS_FIELD_NUMBER: _builtins.int
     MEAN_REWARD_FIELD_NUMBER: _builtins.int
+    POLICY_VERSIONS_FIELD_NUMBER: _builtins.int
+    PUBLISHING_FIELD_NUMBER: _builtins.int
+    SAMPLES_ON_THEIR_WAY_FIELD_NUMBER: _builtins.int
+    SAMPLES_ALLOWED_FIELD_NUMBER: _builtins.int
+    STALE_RESULTS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     status: Global___RunStatus.ValueType
@@ -414,7 +576,7 @@ class RunState(_message.Message):
     step: _builtins.int
     """Step last reported. Absent: never."""
     policy_version: _builtins.int
-    """Policy version. 0: as registered."""
+    """Policy version of pool "policy". 0: as registered."""
     kv_tokens_committed: _builtins.int
     """KV tokens committed by running rollouts: what the budget's ceiling is compared with."""
     demand_tokens_per_second: _builtins.float
@@ -439,6 +601,14 @@ class RunState(_message.Message):
     """Results acknowledged with the verdict DROPPED. The reason of each is in the server's log."""
     mean_reward: _builtins.float
     """Mean reward of acknowledged results, recent ones weighing more. Absent while none was given."""
+    samples_on_their_way: _builtins.int
+    """Samples reserved or generated and not acknowledged yet, counted where batch_samples bounds them. 0: none, or not
+    bounded.
+    """
+    samples_allowed: _builtins.int
+    """The bound on samples_on_their_way. Absent: not bounded."""
+    stale_results: _builtins.int
+    """Results that were too old when they were done, withheld or flagged."""
     @_builtins.property
     def classes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassState]:
         """Work per class, one entry for each that has had any."""
@@ -450,6 +620,14 @@ class RunState(_message.Message):
     @_builtins.property
     def budget(self) -> _budget_pb2.Budget:
         """Budget in force."""
+
+    @_builtins.property
+    def policy_versions(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Newest policy version by pool. Only pools to which one was published."""
+
+    @_builtins.property
+    def publishing(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Policy version that is being published now, by pool. Empty: none."""
 
     def __init__(
         self,
@@ -475,21 +653,30 @@ class RunState(_message.Message):
         used_results: _builtins.int = ...,
         dropped_results: _builtins.int = ...,
         mean_reward: _builtins.float | None = ...,
+        policy_versions: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        publishing: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        samples_on_their_way: _builtins.int = ...,
+        samples_allowed: _builtins.int | None = ...,
+        stale_results: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_diversity_score", b"_diversity_score", "_mean_reward", b"_mean_reward", "_step", b"_step", "budget", b"budget", "diversity_score", b"diversity_score", "mean_reward", b"mean_reward", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_diversity_score", b"_diversity_score", "_mean_reward", b"_mean_reward", "_samples_allowed", b"_samples_allowed", "_step", b"_step", "budget", b"budget", "diversity_score", b"diversity_score", "mean_reward", b"mean_reward", "samples_allowed", b"samples_allowed", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_diversity_score", b"_diversity_score", "_mean_reward", b"_mean_reward", "_step", b"_step", "budget", b"budget", "classes", b"classes", "connected_consumers", b"connected_consumers", "demand_tokens_per_second", b"demand_tokens_per_second", "desired_engines", b"desired_engines", "diversity_score", b"diversity_score", "dropped_results", b"dropped_results", "kv_tokens_committed", b"kv_tokens_committed", "mean_reward", b"mean_reward", "phase", b"phase", "policy_version", b"policy_version", "run_id", b"run_id", "status", b"status", "step", b"step", "supply_tokens_per_second", b"supply_tokens_per_second", "tasks", b"tasks", "trainer_epoch", b"trainer_epoch", "trainer_state", b"trainer_state", "undelivered_bytes", b"undelivered_bytes", "undelivered_results", b"undelivered_results", "used_results", b"used_results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_diversity_score", b"_diversity_score", "_mean_reward", b"_mean_reward", "_samples_allowed", b"_samples_allowed", "_step", b"_step", "budget", b"budget", "classes", b"classes", "connected_consumers", b"connected_consumers", "demand_tokens_per_second", b"demand_tokens_per_second", "desired_engines", b"desired_engines", "diversity_score", b"diversity_score", "dropped_results", b"dropped_results", "kv_tokens_committed", b"kv_tokens_committed", "mean_reward", b"mean_reward", "phase", b"phase", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "publishing", b"publishing", "run_id", b"run_id", "samples_allowed", b"samples_allowed", "samples_on_their_way", b"samples_on_their_way", "stale_results", b"stale_results", "status", b"status", "step", b"step", "supply_tokens_per_second", b"supply_tokens_per_second", "tasks", b"tasks", "trainer_epoch", b"trainer_epoch", "trainer_state", b"trainer_state", "undelivered_bytes", b"undelivered_bytes", "undelivered_results", b"undelivered_results", "used_results", b"used_results"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__diversity_score: _TypeAlias = _typing.Literal["diversity_score"]  # noqa: Y015
     _WhichOneofArgType__diversity_score: _TypeAlias = _typing.Literal["_diversity_score", b"_diversity_score"]  # noqa: Y015
     _WhichOneofReturnType__mean_reward: _TypeAlias = _typing.Literal["mean_reward"]  # noqa: Y015
     _WhichOneofArgType__mean_reward: _TypeAlias = _typing.Literal["_mean_reward", b"_mean_reward"]  # noqa: Y015
+    _WhichOneofReturnType__samples_allowed: _TypeAlias = _typing.Literal["samples_allowed"]  # noqa: Y015
+    _WhichOneofArgType__samples_allowed: _TypeAlias = _typing.Literal["_samples_allowed", b"_samples_allowed"]  # noqa: Y015
     _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
     _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__diversity_score) -> _WhichOneofReturnType__diversity_score | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__mean_reward) -> _WhichOneofReturnType__mean_reward | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__samples_allowed) -> _WhichOneofReturnType__samples_allowed | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
 
