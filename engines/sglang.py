@@ -180,6 +180,9 @@ class SGLangEngine(SGLangControl):
         if not attempt_id:
             raise self._fault(FaultKind.REFUSED, "abort: the attempt id is empty")
         attempt = self._attempts.get(attempt_id)
+        if attempt is not None and self._is_paused() and not attempt.collector.generated_tokens:
+            attempt.hang_up("abort")  # it waits at the gate, where the engine does not see its abort
+            return
         if attempt is not None and attempt.abort_timer is None:
             # An abort that reaches the engine before its request does is forgotten there; hanging up works at any
             # moment.

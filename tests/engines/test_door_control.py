@@ -114,6 +114,19 @@ async def test_an_abort_in_a_pause_in_place_ends_by_hanging_up() -> None:
 # ---- flush ----------------------------------------------------------------------------------------------------------
 
 
+async def test_an_abort_of_what_waits_at_the_gate_takes_no_time() -> None:
+    async with both() as (sim, door):
+        await door.pause(RETRACT)
+        gated = Attempt(door, LONG)
+        await sim.until(lambda state: gated.id in state["gated_rids"])
+        await door.abort(gated.id)
+        answer = await gated.task
+        assert answer.finish_reason == "abort" and not answer.token_bytes
+        await sim.until(lambda state: not state["gated_rids"])
+        await door.resume()
+        assert (await sim.state())["running_rids"] == []
+
+
 async def test_flush_says_when_work_is_in_flight_and_waits_for_its_end() -> None:
     async with both() as (_, door):
         attempt = await begun(door, 200)
