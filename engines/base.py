@@ -218,8 +218,8 @@ class Engine(Protocol):
     async def release_memory(self, tags: tuple[str, ...]) -> None:
         """Let go of memory (`MEMORY_TAGS`); the prefix cache is dropped. No attempt is taken until all is resumed.
 
-        REFUSED while attempts run, except in a pause by RETRACT; BUSY while the engine works for others. Pause first, so
-        that nobody else's work comes between.
+        REFUSED while attempts run, except in a pause by RETRACT; BUSY while the engine works for others. Where there are
+        others, pause first, so that their work does not come between.
         """
         ...
 

@@ -28,6 +28,8 @@ from rolloutd.engines.sglang_info import ModelInfo
 # How often a refused flush is tried again. Not left to SGLang's own `?timeout=`: that waits for an empty queue, which a
 # pause by retract never has, and a second flush meanwhile is refused.
 _FLUSH_RETRY_SECONDS = 0.05
+# The batch of an attempt that has just ended may still count as work; a flush proves that it is over.
+_IDLE_WITHIN_SECONDS = 2.0
 _NOT_TAKEN = (FaultKind.UNREACHED, FaultKind.REFUSED, FaultKind.BUSY)
 _LOAD_ROUTE = "/update_weights_from_disk"
 # How SGLang begins its word per data-parallel rank, joined by _RANKS_JOINED_BY.
@@ -203,7 +205,7 @@ class SGLangControl:
             )
         self._releasing = True
         try:
-            if not await self._flush_once():
+            if not await self.flush(_IDLE_WITHIN_SECONDS):
                 raise self._calls.fault(
                     FaultKind.BUSY,
                     "release_memory: the engine still works, and SGLang dies when it is not idle; try again later",
