@@ -26,6 +26,8 @@ TAGS = {
     ReleaseMemory.KV_CACHE: ("kv_cache",),
     ReleaseMemory.KV_CACHE_AND_WEIGHTS: ("kv_cache", "weights"),
 }
+# The engine did not do what it was asked for.
+NOT_TAKEN = frozenset({FaultKind.REFUSED, FaultKind.BUSY, FaultKind.UNREACHED})
 
 
 class MemoryState(enum.IntEnum):
@@ -82,10 +84,10 @@ def answered(world: World, engine: Engine, event: ControlEnded | ControlFailed) 
     if memory is None:
         return
     if isinstance(event, ControlFailed):
-        refused = event.fault is FaultKind.REFUSED and memory.state is MemoryState.RELEASING
+        not_taken = event.fault in NOT_TAKEN and memory.state is MemoryState.RELEASING
         world.record("warning", "memory_call_failed", engine=engine.engine_id, error=event.message)
         engine.last_error = event.message
-        if not refused:  # nobody knows what it has, and to ask for the wrong thing kills it
+        if not not_taken:  # nobody knows what it has, and to ask for the wrong thing kills it
             engine.quarantine = f"its memory was not given back: {event.message}; register it again"
         _back(world, engine)
         return
