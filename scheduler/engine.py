@@ -168,12 +168,23 @@ class Engine:
 
     def note_held(self) -> None:
         """Call after a reason to give it no work came or went."""
+        match self.held_kind:
+            case "updating":
+                assert self.update is not None
+                self.held_because = f"updating to version {self.update.publication.update.version}"
+            case "memory":
+                self.held_because = "its memory is the trainer's"
+            case _:
+                self.held_because = self.quarantine
+
+    @property
+    def held_kind(self) -> str:
+        """Why it gets no work although it is there, in one word; "": it is not held."""
         if self.update is not None and not self.update.waiting:
-            self.held_because = f"updating to version {self.update.publication.update.version}"
-        elif self.memory is not None:
-            self.held_because = "its memory is the trainer's"
-        else:
-            self.held_because = self.quarantine
+            return "updating"
+        if self.memory is not None:
+            return "memory"
+        return "quarantined" if self.quarantine else ""
 
     @property
     def stands_still(self) -> bool:

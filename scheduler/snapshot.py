@@ -176,6 +176,7 @@ def engine_view(world: World, engine: Engine) -> EngineView:
         ghosts=engine.ghosts,
         policy_version=engine.version,
         held_because=engine.held_because,
+        held_kind=engine.held_kind,
     )
 
 

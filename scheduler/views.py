@@ -151,7 +151,7 @@ class EngineView:
     pool: str
     run_id: str
     labels: Mapping[str, str]
-    state: str  # "ready" | "not_ready" | "lost" | "draining" | "broken"
+    state: str  # "ready" | "not_ready" | "held" | "lost" | "draining" | "broken"
     slots: int
     in_flight: int
     kv_capacity_tokens: int
@@ -175,7 +175,8 @@ class EngineView:
     tokens_per_second: float  # generation, in the last report
     ghosts: int  # running there beyond what we dispatched, in the last report
     policy_version: int = 0  # acknowledged; 0: as registered
-    held_because: str = ""  # why it gets no work although it is there: updating, quarantined, memory released
+    held_because: str = ""  # why it gets no work although it is there
+    held_kind: str = ""  # the same in a word: "updating" | "memory" | "quarantined"
 
 
 @dataclass(frozen=True, slots=True)

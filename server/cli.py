@@ -1,4 +1,4 @@
-"""The command `rolloutd`: serve, check, health, engine-sim, submit, lineage, demo.
+"""The command `rolloutd`: serve, check, health, engine-sim, submit, publish, lineage, demo.
 
 Invariants
 - Parsing needs nothing heavy; each command imports what it runs.
@@ -102,16 +102,29 @@ def _parser(command: Sequence[str]) -> argparse.ArgumentParser:
     submit.add_argument("input", type=Path, metavar="INPUT.jsonl")
     submit.add_argument("output", type=Path, metavar="OUTPUT.jsonl")
     submit.add_argument("--server", default=DEFAULT_TARGET, metavar="HOST:PORT")
-    submit.add_argument(
-        "--api-key-file",
-        type=Path,
-        metavar="FILE",
-        help="file with the key to show (default: the environment variable ROLLOUTD_API_KEY)",
-    )
+    _add_key(submit)
     _add_tls(submit)
     submit.add_argument("--run", dest="run_id", required=True, metavar="NAME", help="run the rollouts belong to")
     submit.add_argument("--in-flight", type=int, default=1024, help="lines handed over at a time")
     submit.set_defaults(run=_submit)
+
+    publish = commands.add_parser(
+        "publish",
+        help="give the engines of a run a policy version",
+        description="Publish weights from a folder that the engines' hosts can read, and show how each engine gets on. "
+        "The same version again watches it, or tries the engines again that failed.",
+    )
+    publish.add_argument("run_id", metavar="RUN")
+    publish.add_argument("version", type=int, metavar="VERSION", help="above every one published before")
+    publish.add_argument("path", metavar="PATH", help="checkpoint folder, as the engines' hosts see it")
+    publish.add_argument("--mode", choices=("drain", "abort_and_resume", "retract", "in_place"), help="(retract)")
+    publish.add_argument("--cache", choices=("flush", "namespace", "keep"), help="(by the mode)")
+    publish.add_argument("--pool", help="pool whose engines get it (policy)")
+    publish.add_argument("--engines-at-once", type=int, metavar="N", help="a rolling update (all at once)")
+    publish.add_argument("--server", default=DEFAULT_TARGET, metavar="HOST:PORT")
+    _add_key(publish)
+    _add_tls(publish)
+    publish.set_defaults(run=_publish)
 
     lineage = commands.add_parser(
         "lineage",
@@ -124,6 +137,15 @@ def _parser(command: Sequence[str]) -> argparse.ArgumentParser:
 
     commands.add_parser("demo", help="watch a GRPO-shaped loop over simulated engines", add_help=False)
     return parser
+
+
+def _add_key(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--api-key-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the key to show (default: the environment variable ROLLOUTD_API_KEY)",
+    )
 
 
 def _add_tls(parser: argparse.ArgumentParser) -> None:
@@ -212,6 +234,20 @@ def _submit(options: argparse.Namespace) -> int:
     from rolloutd.server.submit import submit
 
     return submit(options.server, access, options.run_id, options.input, options.output, options.in_flight)
+
+
+def _publish(options: argparse.Namespace) -> int:
+    if options.engines_at_once is not None and options.engines_at_once < 0:
+        raise ConfigError("--engines-at-once: must be 0 (all) or more")
+    access = _access(options, options.api_key_file)
+    from rolloutd.server.publish import publish
+
+    words: Any = {
+        name: value
+        for name in ("mode", "cache", "pool", "engines_at_once")
+        if (value := getattr(options, name)) is not None
+    }
+    return publish(options.server, access, options.run_id, options.version, options.path, words, sys.stdout)
 
 
 def _lineage(options: argparse.Namespace) -> int:

@@ -31,6 +31,7 @@ from rolloutd.scheduler.views import RunView
 from rolloutd.server.loop import RunLoop
 from rolloutd.server.state import ServerState
 from rolloutd.server.tallies import CountTally, SpreadTally
+from rolloutd.server.version_metrics import VersionMetrics, engine_versions, run_versions
 
 MAX_RUN_LABELS = 64
 OTHER_RUNS = "_other"
@@ -79,6 +80,7 @@ class Metrics:
             "rolloutd_training_step_seconds", "Training step time, as reported", buckets=_STEP_BUCKETS,
             registry=self.registry,
         )  # fmt: skip
+        self._versions = VersionMetrics(self.registry, state.loop.clock)
         self._trainers: dict[str, _TrainerClock] = {}
         self.registry.register(_Views(state, self._trainers))
         state.loop.observers.append(self.observe)
@@ -100,6 +102,7 @@ class Metrics:
                     self._trainers.pop(next(iter(self._trainers)))
                 clock = self._trainers[event.run_id] = _TrainerClock(self._loop.clock())
             clock.enter(event.report.trainer_state, self._loop.clock())
+        self._versions.observe(event, result)
         if isinstance(event, events.AttachConsumer):
             return  # what is delivered again was counted when it ended
         for action in result:
@@ -117,6 +120,7 @@ class Metrics:
         self._finished.add((*labels, row.label))
         if row.engines_fault:
             self._faults.add()
+        self._versions.ended(result)
         self._wait.add(labels, result.queued_seconds)
         self._total.add(labels, result.total_seconds)
         if result.first_token_seconds:
@@ -206,7 +210,8 @@ class _Views(Collector):
         decode = gauge("decode_seconds_per_token", "Decode time of one sequence in its batch")
         prefill = gauge("prefill_tokens_per_second", "Prefill speed, measured")
         families = (up, slots, in_flight, ghosts, breaker, kv, decode, prefill)
-        for view in self._state.loop.core.engine_views():
+        views = self._state.loop.core.engine_views()
+        for view in views:
             labels = [view.engine_id, view.pool]
             up.add_metric(labels, int(view.state == "ready"))
             slots.add_metric(labels, view.slots)
@@ -223,6 +228,7 @@ class _Views(Collector):
             ):
                 kv.add_metric([*labels, kind], value)
         yield from families
+        yield from engine_versions(views)
 
     def _runs(self) -> Iterator[Metric]:
         now = self._state.loop.clock()
@@ -237,6 +243,7 @@ class _Views(Collector):
             "supply_tokens_per_second": ("Tokens the engines make", lambda view: view.supply_tokens_per_second),
             "desired_engines": ("Engines that would meet demand", lambda view: view.desired_engines),
             "undelivered_bytes": ("Results not acknowledged yet", lambda view: view.undelivered_bytes),
+            "stale_results": ("Results older than they may be, withheld or flagged", lambda view: view.stale_results),
         }
         for name, (text, value) in sums.items():
             family = GaugeMetricFamily(f"rolloutd_run_{name}", text, labels=["run"])
@@ -257,6 +264,7 @@ class _Views(Collector):
             for view in named:
                 family.add_metric([view.run_id], value(view))
             yield family
+        yield from run_versions(named)
         yield from self._trainer_time(named, now)
 
     def _trainer_time(self, named: list[RunView], now: float) -> Iterator[Metric]:

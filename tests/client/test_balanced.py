@@ -347,3 +347,18 @@ def test_arguments_are_looked_at() -> None:
     with pytest.raises(ValueError, match="run and consumer"):
         connect_all(["a:1"], run="r", consumer="")
     assert addresses.split_target("dns:///[::1]:5") == ("::1", 5)
+
+
+async def test_a_version_is_published_at_every_server_and_at_one_that_comes_later(servers: list[FakeServer]) -> None:
+    for number, server in enumerate(servers):
+        summary = v1.PublishSummary(updated_engine_ids=[f"e{number}"])
+        server.publications = [[v1.PublishPolicyResponse(policy_version=5, summary=summary)] for _ in range(2)]
+    async with over(servers) as client:
+        await servers[0].stop(forget=True)
+        answers = await client.publish_and_wait(5, path="/weights/5")
+        assert {target: done.updated for target, done in answers.items()} == {
+            servers[1].address: ("e1",),
+            servers[2].address: ("e2",),
+        }
+        await servers[0].start()
+        await servers[0].until(lambda: any(isinstance(call, v1.PublishPolicyRequest) for call in servers[0].calls))

@@ -16,6 +16,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from rolloutd.engines.base import EngineFault, FaultKind
 from rolloutd.engines.sim.tokens import VOCABULARY_SIZE
 from rolloutd.server.cli import main
 from rolloutd.v1 import OUTCOME_COMPLETED, OUTCOME_SHUTDOWN, RolloutServiceStub
@@ -206,3 +207,20 @@ async def test_submit_picks_up_results_that_an_earlier_life_did_not_write(tmp_pa
         (row,) = [json.loads(line) for line in target.read_text().splitlines()]
         assert row["tokens"] == [7, 8, 9, 10]
         assert len(rig.door.requests) == 1
+
+
+async def test_publish_shows_how_the_engines_get_on() -> None:
+    async with running_server() as rig:
+        target = ("--server", f"127.0.0.1:{rig.server.port}")
+        async with rig.stream(trainer_epoch=7):
+            async with command("publish", "run", "5", "/weights/5", "--mode", "drain", *target) as publish:
+                assert await publish.ends() == 0, publish.text
+                assert re.search(r"\d s  engine-0:1  loading\n", publish.text)
+                assert "version 5: 1 engines updated" in publish.text
+            rig.door.control_faults["load_weights"] = EngineFault(FaultKind.REFUSED, "no such file")
+            async with command("publish", "run", "6", "/weights/6", *target) as failing:
+                assert await failing.ends() == 1
+                assert "no such file" in failing.text and "the same command again" in failing.text
+            async with command("publish", "run", "5", "/weights/5", *target) as backwards:
+                assert await backwards.ends() == 1
+                assert "versions only grow" in backwards.text
