@@ -11,15 +11,27 @@ PYTHON := $(BIN)/python
 STAMP := $(VENV)/.installed
 # mypy and import-linter do not follow the hooks of an editable install, so they read the same packages through links.
 LINKS := $(VENV)/links
+# Benchmarks measure the core as users have it, compiled with mypyc; COMPILED=0 measures the plain sources.
+COMPILED ?= 1
+CORE := build/compiled
+# Before a command: run it on the compiled core.
+WITH_CORE := PYTHONPATH=$(CURDIR)/$(CORE)
 # What `make run` drives: sim or sglang.
 ENGINE ?= sim
 # Git revision whose contract must still be understood; empty while nothing has been released.
 AGAINST ?= $(shell git describe --tags --match 'v[0-9]*' --abbrev=0 2>/dev/null)
 
+ifneq ($(COMPILED),0)
+CORE_BUILD := compiled
+endif
+
 # Run a benchmark, and keep what it prints for `make cost-table`: $(call BENCH,name,module and flags)
 define BENCH
-@mkdir -p runs/bench && $(PYTHON) -m rolloutd.bench.$(2) | tee runs/bench/$(1).txt
+@mkdir -p runs/bench && $(if $(CORE_BUILD),$(WITH_CORE)) $(PYTHON) -m rolloutd.bench.$(2) | tee runs/bench/$(1).txt
 endef
+
+# Run once more on the compiled core: what drives the core, and a few of its random schedules.
+COMPILED_TESTS := tests/scheduler tests/races tests/server tests/test_compiled.py
 
 define FIND_PYTHON
 for candidate in "$${ROLLOUTD_PYTHON:-}" python3 python3.13 python3.12 python3.11; do \
@@ -64,6 +76,10 @@ $(STAMP): requirements.lock pyproject.toml Makefile
 	@$(PYTHON) -c "$$LINK_PACKAGES" $(LINKS)
 	@touch $@
 
+.PHONY: compiled
+compiled: $(STAMP) ## compile the scheduling core into build/compiled when a source changed (1 minute); plain Python runs otherwise
+	@$(PYTHON) setup.py -q compile_core
+
 .PHONY: run
 run: $(STAMP) ## a three-step GRPO loop on simulated engines; ENGINE=sglang: on two real SGLang CPU servers
 	@$(BIN)/rolloutd demo --engine $(ENGINE)
@@ -71,6 +87,11 @@ run: $(STAMP) ## a three-step GRPO loop on simulated engines; ENGINE=sglang: on 
 .PHONY: test
 test: lint ## every check and test (ROLLOUTD_SKIP_SGLANG=1 leaves out the real engine)
 	@$(PYTHON) -m pytest
+	@$(MAKE) test-compiled
+
+.PHONY: test-compiled
+test-compiled: compiled ## the tests of what runs in the core, on the compiled core (part of `make test`)
+	@if [ -e $(CORE) ]; then $(WITH_CORE) ROLLOUTD_TEST_CORE=compiled $(PYTHON) -m pytest $(COMPILED_TESTS); fi
 
 .PHONY: lint
 lint: $(STAMP) ## style, types, layering, contract
@@ -85,7 +106,7 @@ format: $(STAMP) ## put sources into the shape that lint asks for
 	@$(PYTHON) -m ruff check -q --fix . ; $(PYTHON) -m ruff format -q . ; $(BIN)/buf format -w
 
 .PHONY: bench-core
-bench-core: $(STAMP) ## what one dispatch costs the core, and how near it comes to an exact choice; the last line is JSON (2 minutes)
+bench-core: $(STAMP) $(CORE_BUILD) ## what one dispatch costs the core, and how near it comes to an exact choice; the last line is JSON (2 minutes)
 	$(call BENCH,core,core_cost)
 
 .PHONY: bench-index
@@ -93,11 +114,11 @@ bench-index: $(STAMP) ## what the prefix index costs at a million pages; the las
 	$(call BENCH,index,index_cost)
 
 .PHONY: bench-overhead
-bench-overhead: $(STAMP) ## what the server costs next to sglang-router; the last line is JSON (3 minutes; QUICK=1: a look)
+bench-overhead: $(STAMP) $(CORE_BUILD) ## what the server costs next to sglang-router; the last line is JSON (3 minutes; QUICK=1: a look)
 	$(call BENCH,overhead,overhead $(if $(QUICK),--quick))
 
 .PHONY: bench-leaks
-bench-leaks: $(STAMP) ## what 100,000 cancels and 20,000 streams leave behind; the last line is JSON (5 minutes)
+bench-leaks: $(STAMP) $(CORE_BUILD) ## what 100,000 cancels and 20,000 streams leave behind; the last line is JSON (5 minutes)
 	$(call BENCH,leaks,leaks)
 
 .PHONY: cost-table
@@ -105,8 +126,8 @@ cost-table: $(STAMP) ## write the README's cost table from what the benchmarks l
 	@$(PYTHON) -m rolloutd.bench.cost_table
 
 .PHONY: profile
-profile: $(STAMP) ## a flame graph of the server under the load of bench-overhead; prints its path
-	@$(PYTHON) -m rolloutd.bench.server_profile
+profile: $(STAMP) $(CORE_BUILD) ## a flame graph of the server under the load of bench-overhead; prints its path
+	@$(if $(CORE_BUILD),$(WITH_CORE)) $(PYTHON) -m rolloutd.bench.server_profile
 
 .PHONY: stubs
 stubs: $(STAMP) ## regenerate the Python stubs from the .proto files

@@ -22,6 +22,7 @@ from rich.table import Table
 from rolloutd.bench.core_load import CoreLoad
 from rolloutd.scheduler import choosing
 from rolloutd.scheduler.entry import Entry
+from rolloutd.server.core_build import core_words
 from rolloutd.server.garbage import Garbage
 
 PURPOSES = ("end", "schedule", "first token")
@@ -49,7 +50,7 @@ def hit_share(seed: int, exact: bool, dispatches: int = EXACT_DISPATCHES) -> flo
         _run_steps(load, dispatches)
     else:
         with (
-            mock.patch.object(choosing, "_looks", _every_entry),
+            mock.patch.object(choosing, "LOOKS", _every_entry),
             mock.patch.object(choosing, "MAX_ENGINES_SCORED", ENGINES),
         ):
             _run_steps(load, dispatches)
@@ -74,9 +75,11 @@ def main() -> None:
     load = CoreLoad(arguments.queued, engines=ENGINES, slots=SLOTS)
     garbage = Garbage(is_quiet=lambda: False)
     garbage.start()  # as in the server
-    figures: dict[str, object] = {}
+    figures: dict[str, object] = {"core": core_words()}
     calls: list[float] = []
-    table = Table("slots freed", "us per dispatch", "end", "schedule", "first token", "submit", "acknowledge")
+    table = Table(title=f"{core_words()}, microseconds")
+    for name in ("slots freed", "us per dispatch", "end", "schedule", "first token", "submit", "acknowledge"):
+        table.add_column(name)
     measure(load, 16, WARM_UP)
     for free in arguments.free:
         by_purpose = measure(load, free, MEASURED)

@@ -57,7 +57,7 @@ def rows(figures: Mapping[str, Figures]) -> Iterator[tuple[str, str, str]]:
                 yield (
                     f"core, per dispatch, 100,000 queued on 64 engines, {slots} at a time",
                     f"{_number(core[f'us_per_dispatch_{free}'])} us",
-                    "",
+                    core.get("core", ""),
                 )
         if "handle_p99_ms" in core:
             worst = f"{_number(core['handle_p99_ms'])} / {_number(core['handle_max_ms'])} ms"

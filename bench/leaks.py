@@ -36,6 +36,7 @@ from rolloutd.bench.mock_engine import VOCABULARY_SIZE
 from rolloutd.bench.overhead_stack import ENGINES, HOST, READY_SECONDS, Stack, answers, resident_bytes
 from rolloutd.scheduler.run import REMEMBERED_IDS
 from rolloutd.server.config import load_config
+from rolloutd.server.core_build import core_words
 from rolloutd.server.process import Server
 
 CANCELS, STREAMS = 100_000, 20_000
@@ -194,7 +195,7 @@ def main() -> int:
     gc.collect()
     gc.freeze()
     leaks = uvloop.run(measure(options.cancels, options.streams, options.warm_up, say))
-    print(json.dumps(asdict(leaks)))
+    print(json.dumps({"core": core_words(), **asdict(leaks)}))
     bad = leaks.bytes_per_cancel is not None and leaks.bytes_per_cancel >= LIMIT_BYTES_PER_CANCEL
     return 1 if leaks.left or bad else 0
 

@@ -26,6 +26,7 @@ from rich.table import Table
 
 from rolloutd.bench.overhead_clients import HttpClient, Measured, StreamClient, prompts
 from rolloutd.bench.overhead_stack import HOST, Stack, cpu_seconds, router_command, stack
+from rolloutd.server.core_build import core_words
 
 PROMPT_TOKENS = (16, 2048, 16384)
 PACED_TOKENS = 4096
@@ -133,6 +134,7 @@ def summary(figures: Figures) -> dict[str, object]:
         return {str(tokens): round(figures.median(f"{who} cpu", tokens), 4) for tokens in PROMPT_TOKENS}
 
     return {
+        "core": core_words(),
         "added_p50_ms": added("ours", 50),
         "added_p99_ms": added("ours", 99),
         "router_added_p50_ms": added("router", 50),
@@ -153,6 +155,7 @@ def table(figures: Figures) -> Table:
         ratio = figures.ratio(ours, router, tokens)
         grid.add_row(title, str(tokens), figures.spread(ours, tokens), figures.spread(router, tokens), f"{ratio:.2f}")
     straight = " / ".join(f"{figures.median(f'engine p{p}', PACED_TOKENS):.3f}" for p in (50, 99))
+    grid.title = core_words()
     grid.caption = f"medians (lowest to highest); straight to an engine p50 / p99: {straight} ms"
     return grid
 

@@ -58,9 +58,9 @@ class Space:
         self._free_kv = self._unpressed_kv = self._run_kv = math.inf
         self._fits = self._continuation_fits = math.inf
         if capacity:
-            self._run_kv = budgeting.engine_kv_limit(run, engine) - engine.kv_by_run.get(run.run_id, 0)
+            self._run_kv = float(budgeting.engine_kv_limit(run, engine) - engine.kv_by_run.get(run.run_id, 0))
             if self._busy:
-                self._free_kv = capacity - engine.kv_claimed_tokens
+                self._free_kv = float(capacity - engine.kv_claimed_tokens)
                 self._unpressed_kv = settings.kv_watermark * capacity - engine.kv_claimed_tokens
                 # What the engine would let wait is not sent; long work leaves some room for short work.
                 self._continuation_fits = engine.promises.room_tokens(capacity, facts.page_tokens)

@@ -79,7 +79,7 @@ class Lane:
                 for moved in front[FRONT:]:
                     heapq.heappush(self._heap, moved)
                 del front[FRONT:]
-            return front[0] is item
+            return front[0][2] == item[2]  # not `is`: compiled, a tuple has no identity
         heapq.heappush(self._heap, item)
         return not front
 

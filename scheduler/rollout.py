@@ -44,7 +44,7 @@ STATEFUL_SAMPLING = (
 )
 
 
-class IllegalMove(AssertionError):
+class IllegalMove(Exception):
     """A state change that the table does not allow; carries the rollout's story."""
 
 

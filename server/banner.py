@@ -9,6 +9,7 @@ import asyncio
 import sys
 
 from rolloutd.server.config import ServerConfig
+from rolloutd.server.core_build import core_words
 from rolloutd.server.process import Server
 
 # An engine that is up answers well within this; others are looked for while the server runs.
@@ -18,7 +19,7 @@ _ENGINE_WAIT_SECONDS = 3.0
 async def announce(server: Server) -> None:
     """Say where it listens at once, and which engines answer as soon as that is known."""
     config = server.config
-    _say(f"rolloutd {server.state.version}: gRPC on {config.host}:{server.port}{_guards(config)}")
+    _say(f"rolloutd {server.state.version} ({core_words()}): gRPC on {config.host}:{server.port}{_guards(config)}")
     if server.metrics_port is not None:
         _say(f"  metrics  http://{config.host}:{server.metrics_port}/metrics")
     engines = server.engines.engines()

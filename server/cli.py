@@ -49,6 +49,7 @@ def _parser(command: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="rolloutd", description="Schedules the rollouts of LLM reinforcement learning onto SGLang engines."
     )
+    parser.add_argument("--version", action=_Version, help="print the release, and which core it runs")
     commands = parser.add_subparsers(metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="run the server", description="Run the server until SIGTERM.")
@@ -146,6 +147,17 @@ def _add_key(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file with the key to show (default: the environment variable ROLLOUTD_API_KEY)",
     )
+
+
+class _Version(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from rolloutd.server.core_build import core_words, release
+
+        print(f"rolloutd {release()} ({core_words()})")
+        parser.exit()
 
 
 def _add_tls(parser: argparse.ArgumentParser) -> None:

@@ -30,6 +30,7 @@ from rolloutd.scheduler import events
 from rolloutd.scheduler.machine import Scheduler
 from rolloutd.server.access import KeyCheck, read_api_keys
 from rolloutd.server.config import EngineSettings, ServerConfig
+from rolloutd.server.core_build import core_is_compiled
 from rolloutd.server.decision_log import DecisionLog
 from rolloutd.server.engine_manager import EngineManager
 from rolloutd.server.engine_service import EngineService
@@ -150,7 +151,13 @@ class Server:
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
         for engine in config.engines:
             self.engines.add(engine)
-        self._log.info("serving", host=config.host, port=self.port, metrics_port=self.metrics_port)
+        self._log.info(
+            "serving",
+            host=config.host,
+            port=self.port,
+            metrics_port=self.metrics_port,
+            core_compiled=core_is_compiled(),
+        )
 
     async def stop(self, grace_seconds: float | None = None) -> None:
         """Drain and stop, in order. `grace_seconds` None: the configured grace."""

@@ -6,7 +6,6 @@ What this module does not know: any single RPC.
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.states import Code
 from rolloutd.scheduler.views import RunView
 from rolloutd.server.config import ServerConfig
+from rolloutd.server.core_build import core_is_compiled, release
 from rolloutd.server.engine_manager import EngineManager
 from rolloutd.server.errors import not_found
 from rolloutd.server.loop import RunLoop
@@ -29,13 +29,6 @@ MAX_PAGE_SIZE = 1000
 DEFAULT_PAGE_SIZE = 100
 
 
-def server_version() -> str:
-    try:
-        return importlib.metadata.version("rolloutd")
-    except importlib.metadata.PackageNotFoundError:
-        return "unknown"
-
-
 @dataclass(slots=True)
 class ServerState:
     """One running server."""
@@ -47,7 +40,7 @@ class ServerState:
     publications: Publications
     started_at: float
     _draining: asyncio.Event = field(default_factory=asyncio.Event)
-    version: str = field(default_factory=server_version)
+    version: str = field(default_factory=release)
     instance_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     unix_offset_seconds: float = 0.0  # from the core's clock to that of Unix, read once: the system's may be set
 
@@ -73,6 +66,7 @@ class ServerState:
     def server_info(self) -> ServerInfo:
         scheduler = self.config.scheduler
         features = ["text_prompts.engine"]
+        features += ["core.compiled"] if core_is_compiled() else []
         features += [f"text_prompts.{name}" for name, pool in self.config.pools.items() if pool.tokenizer]
         return ServerInfo(
             version=self.version,

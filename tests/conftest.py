@@ -1,4 +1,4 @@
-"""What every test shares: the real engine's switch, hypothesis without time limits, and no process left behind."""
+"""What every test shares: which core runs, the real engine's switch, hypothesis without time limits, and no process left behind."""
 
 from __future__ import annotations
 
@@ -9,13 +9,31 @@ import hypothesis
 import psutil
 import pytest
 
+from rolloutd.server.core_build import core_is_compiled, core_words
+
 # A busy machine is no finding: examples are limited by number, never by time.
 hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
 # pytest --hypothesis-profile=thorough
 hypothesis.settings.register_profile("thorough", deadline=None, print_blob=True, max_examples=5_000)
 hypothesis.settings.load_profile("default")
 
+# `make test-compiled` says "compiled": the tests then refuse to run on anything else, and fewer random schedules will do.
+TEST_CORE = "ROLLOUTD_TEST_CORE"
+collect_ignore = [] if os.environ.get(TEST_CORE) == "compiled" else ["test_compiled.py"]
+
 SKIP_SGLANG = "ROLLOUTD_SKIP_SGLANG"
+
+
+def pytest_report_header() -> str:
+    return core_words()
+
+
+def pytest_configure() -> None:
+    wanted = os.environ.get(TEST_CORE, "")
+    if wanted not in ("", "compiled"):
+        raise pytest.UsageError(f"{TEST_CORE}={wanted}: must be compiled, or not set")
+    if wanted and not core_is_compiled():
+        raise pytest.UsageError(f"{TEST_CORE}=compiled, but the core on the path is plain Python: make test-compiled")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

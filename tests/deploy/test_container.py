@@ -86,7 +86,7 @@ def test_every_package_is_copied_with_what_the_build_reads(stages: list[Stage]) 
         assert any(folder == source or folder.startswith(source + "/") for source in copied), folder
         for path in (ROOT / folder).rglob("*.py"):
             assert not ignored(path.relative_to(ROOT).as_posix()) or "__pycache__" in path.parts
-    assert {"pyproject.toml", "requirements.lock", PROJECT["project"]["readme"]} <= copied
+    assert {"pyproject.toml", "setup.py", "requirements.lock", PROJECT["project"]["readme"]} <= copied
     assert set(PROJECT["project"]["license-files"]) <= copied
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.metadata
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import pytest
 from rolloutd.engines.base import EngineFault, FaultKind
 from rolloutd.engines.sim.tokens import VOCABULARY_SIZE
 from rolloutd.server.cli import main
+from rolloutd.server.core_build import core_is_compiled
 from rolloutd.v1 import OUTCOME_COMPLETED, OUTCOME_SHUTDOWN, RolloutServiceStub
 from tests.server.harness import Stream, running_server, submission
 
@@ -85,6 +87,14 @@ async def simulated_engine(*flags: str) -> AsyncIterator[str]:
 def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "engine-sim" in capsys.readouterr().err
+
+
+def test_the_version_says_which_core_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as done:
+        main(["--version"])
+    assert done.value.code == 0
+    core = "compiled core" if core_is_compiled() else "plain Python core"
+    assert capsys.readouterr().out == f"rolloutd {importlib.metadata.version('rolloutd')} ({core})\n"
 
 
 def test_check_prints_every_key_with_its_origin(

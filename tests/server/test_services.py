@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from rolloutd.server.core_build import core_is_compiled
 from rolloutd.v1 import (
     ENGINE_STATE_DOWN,
     ENGINE_STATE_DRAINING,
@@ -332,6 +333,7 @@ async def test_server_info_names_limits_and_instance() -> None:
         assert info.instance_id and info.version
         assert info.limits.max_page_size == 1000
         assert not info.draining
+        assert ("core.compiled" in info.features) == core_is_compiled()
 
 
 async def test_an_engine_that_goes_away_is_lost_and_joins_again_as_another() -> None:
