@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
 from google.protobuf.json_format import Parse
 
-from rolloutd.engines.base import FaultKind
+from rolloutd.engines.base import AttemptRequest, FaultKind, Slice
 from rolloutd.scheduler.actions import Undelivered
 from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.result import AttemptRecord, Span
@@ -26,20 +27,33 @@ from rolloutd.v1 import (
     GROUP_STATE_COMPLETE,
     GROUP_STATE_PARTIAL,
     GROUP_STATE_PENDING,
+    NOTICE_KIND_VERSION_PUBLISHED,
+    ON_STALE_FLAG,
+    ON_STALE_WITHHOLD,
     ORIGIN_EXPLORATION,
     OUTCOME_CANCELLED,
     OUTCOME_COMPLETED,
     OUTCOME_ENGINE_REFUSED,
+    OUTCOME_STALE,
     OUTCOME_VERSION_UNMET,
+    UPDATE_MODE_DRAIN,
+    UPDATE_MODE_IN_PLACE,
+    UPDATE_STATE_CLEARING,
     Acknowledgement,
     CancelRolloutsRequest,
+    ConfigureRunRequest,
     GetGroupRequest,
     GetRolloutRequest,
+    GetRunRequest,
     Group,
     Lineage,
     LineageRecord,
+    RolloutDefaults,
+    RunConfig,
 )
+from tests.server.fake_door import FakeDoor
 from tests.server.harness import Rig, refused, running_server, submission, until
+from tests.server.test_publish import Watch, disk
 from tests.server.test_translate import _result
 
 
@@ -156,6 +170,63 @@ async def test_a_version_that_nobody_holds_is_waited_for_or_refused() -> None:
         assert [ended[name].outcome for name in ("any", "later")] == [OUTCOME_COMPLETED, OUTCOME_VERSION_UNMET]
         (span,) = ended["any"].spans
         assert (span.policy_version, span.engine_version, span.start, span.end) == (0, "default", 0, 2)
+
+
+class MixedDoor(FakeDoor):
+    """The first three tokens are of the weights as registered, the others of those that it holds at the end."""
+
+    def slice_of(self, request: AttemptRequest, count: int | None = None) -> Slice:
+        written = super().slice_of(request, count)
+        spans = (("default", 0, 3), (self.version, 3, len(written.token_bytes) // 4))
+        return msgspec.structs.replace(written, version_spans=spans)
+
+
+async def test_a_result_of_two_policies_names_both(tmp_path: Path) -> None:
+    path = tmp_path / "lineage.jsonl"
+    async with (
+        _logging(path, make_door=lambda settings: MixedDoor(settings.url, auto=False)) as rig,
+        rig.stream() as stream,
+    ):
+        await stream.submit(submission("r", max_new_tokens=8))
+        (request,) = await rig.door.wait_running(1)
+        rig.door.report(request, 3)
+        await Watch(rig, disk(4, mode=UPDATE_MODE_IN_PLACE)).end()
+        assert (await stream.next("notice")).kind == NOTICE_KIND_VERSION_PUBLISHED
+        rig.door.finish(request)
+        (result,) = await stream.finished(1)
+        asked = await _asked(rig, "r")
+        await rig.server.stop()
+    written, _ = _records(path)
+    assert written["r"] == asked
+    assert [(span.policy_version, span.engine_version, span.start, span.end) for span in result.spans] == [
+        (0, "default", 0, 3),
+        (4, "4", 3, 8),
+    ]
+    assert (result.policy_version, asked.staleness_versions, result.stale) == (4, 4, False)
+    assert result.history[0].policy_version == 0
+
+
+@pytest.mark.parametrize("on_stale", [ON_STALE_WITHHOLD, ON_STALE_FLAG])
+async def test_what_is_too_old_when_it_is_done_is_withheld_or_flagged(on_stale: Any) -> None:
+    async with running_server(auto=False) as rig, rig.stream() as stream:
+        config = RunConfig(on_stale=on_stale, defaults=RolloutDefaults(max_staleness=0))
+        await rig.runs.ConfigureRun(ConfigureRunRequest(run_id="run", config=config))
+        await stream.submit(submission("r", max_new_tokens=8, logprobs=True))
+        (request,) = await rig.door.wait_running(1)
+        watch = Watch(rig, disk(1, mode=UPDATE_MODE_DRAIN))
+        await watch.until(UPDATE_STATE_CLEARING)
+        rig.door.finish(request)
+        (result,) = await stream.finished(1)
+        asked = await _asked(rig, "r")
+        await watch.end()
+        run = (await rig.runs.GetRun(GetRunRequest(run_id="run"))).run
+    flagged = on_stale == ON_STALE_FLAG
+    assert result.outcome == (OUTCOME_COMPLETED if flagged else OUTCOME_STALE)
+    assert (result.stale, result.complete, len(result.token_bytes)) == (True, flagged, 32 if flagged else 0)
+    assert (asked.stale, asked.staleness_versions, asked.generated_tokens) == (True, 1, 8)
+    assert [(span.policy_version, span.end) for span in asked.spans] == [(0, 8)]
+    assert (asked.error.reason, run.state.stale_results) == ("" if flagged else "STALE", 1)
+    assert dict(run.state.policy_versions) == {"policy": 1}
 
 
 async def test_an_end_without_anybody_connected_is_written_once(tmp_path: Path) -> None:
