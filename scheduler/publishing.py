@@ -234,6 +234,8 @@ def _begin(world: World, run: Run, lineage: Lineage, update: PolicyUpdate) -> No
         mode=update.mode.name.lower(),
         engines=len(publication.updates),
     )
+    for one in publication.updates.values():
+        updating.tell(world, one, "")
     _go_on(world, publication)
     version_change.note(world, run, lineage)
 

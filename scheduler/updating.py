@@ -139,7 +139,7 @@ def answered(world: World, engine: Engine, event: ControlEnded) -> None:
         case Verb.BEGIN:
             wait = world.config.publish.push_seconds
             _arm(world, update, wait)
-            _tell(world, update, "push the weights now, then confirm")
+            tell(world, update, "push the weights now, then confirm")
         case Verb.LOAD | Verb.NAME:
             _verify(world, update)
         case Verb.END if update.end_first:
@@ -428,10 +428,11 @@ def _arm(world: World, update: EngineUpdate, seconds: float) -> None:
 def _enter(world: World, update: EngineUpdate, state: UpdateState) -> None:
     update.state = state
     update.engine.note_held()
-    _tell(world, update, update.failure or update.message)
+    tell(world, update, update.failure or update.message)
 
 
-def _tell(world: World, update: EngineUpdate, message: str) -> None:
+def tell(world: World, update: EngineUpdate, message: str) -> None:
+    """Say where the engine is."""
     publication = update.publication
     world.emit(
         PublishProgress(
