@@ -19,7 +19,8 @@ async def test_stream_frames_carry_deltas_aligned_logprobs_and_counters(sim: Cli
     tokens, logprobs, last = joined(frames)
     expected = expected_output(PROMPT, 100, sampling_seed=7, ignore_eos=True)
     assert (tokens, logprobs) == (expected.tokens, expected.logprobs)
-    assert frames[0]["meta_info"]["finish_reason"] is None and len(frames[0]["output_ids"]) == 1
+    # The first token goes at once; a process that was held up meanwhile sends it with those that came since.
+    assert frames[0]["meta_info"]["finish_reason"] is None and 1 <= len(frames[0]["output_ids"]) < 100
     assert "weight_versions" not in frames[0]["meta_info"]
     assert last["finish_reason"] == {"type": "length", "length": 100}
     assert (last["prompt_tokens"], last["completion_tokens"], last["cached_tokens"]) == (240, 100, 0)
