@@ -44,6 +44,15 @@ class EngineFault(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class KvEventsAddress:
+    """Where an engine publishes its KV-cache events (ZMQ), and where missed ones can be had again."""
+
+    endpoint: str  # tcp://host:port
+    replay_endpoint: str | None = None
+    topic: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What an engine said about itself when it was registered. Sizes are in tokens."""
 
@@ -59,6 +68,7 @@ class EngineInfo:
     weight_version: str
     incremental_streaming: bool
     kv_cache_bytes: int  # 0 where the engine does not say
+    kv_events: KvEventsAddress | None = None  # None: it does not publish any
     warnings: tuple[str, ...] = ()  # settings that cost something, in words for a person
 
 

@@ -19,6 +19,7 @@ import asyncio
 import uuid
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import orjson
@@ -101,7 +102,7 @@ class SGLangEngine(SGLangControl):
         self._vocabulary = await self._vocabulary_of(server.model_path)
         self._incremental = server.incremental_streaming_output
         try:
-            info = engine_info(server, model, loads, self._vocabulary)
+            info = engine_info(server, model, loads, self._vocabulary, urlsplit(self.url).hostname or "")
         except ValueError as error:
             raise self._fault(FaultKind.REFUSED, f"cannot be registered: {error}") from error
         self._info = info

@@ -18,13 +18,14 @@ from typing import Any
 
 import msgspec
 
-from rolloutd.engines.base import EngineInfo, EngineLoad
+from rolloutd.engines.base import EngineInfo, EngineLoad, KvEventsAddress
 
 # `max_req_input_len` = min(context, KV capacity) - 1 - 5 (SGLang 0.5.23, managers/tp_worker.py); a prompt of that
 # length or longer is refused.
 _INPUT_RESERVE_TOKENS = 6
 
 _GIB = 1 << 30
+_WILDCARD_HOSTS = ("*", "0.0.0.0", "::", "[::]")
 _MICROSECONDS = 1e6
 
 
@@ -32,6 +33,16 @@ class InternalState(msgspec.Struct):
     """One scheduler's part of `/server_info`."""
 
     effective_max_running_requests_per_dp: int | None = None
+
+
+class KvEventsPublisher(msgspec.Struct):
+    """`/server_info.kv_events`: where rank r publishes is the base port + r."""
+
+    endpoint_host: str = "*"
+    endpoint_port_base: int = 0  # 0: not said
+    topic: str = ""
+    dp_size: int = 1
+    replay_endpoint_port_base: int | None = None
 
 
 class ServerInfo(msgspec.Struct):
@@ -56,6 +67,7 @@ class ServerInfo(msgspec.Struct):
     launch_command: str | None = None
     random_seed: int | None = None
     startup_time: Any = None
+    kv_events: KvEventsPublisher | None = None
     internal_states: list[InternalState] = []
 
 
@@ -98,6 +110,25 @@ def incarnation(server: ServerInfo) -> str:
     return hashlib.sha256(msgspec.json.encode(facts, order="sorted")).hexdigest()[:16]
 
 
+def kv_events_address(publisher: KvEventsPublisher | None, host: str) -> KvEventsAddress | None:
+    """Where to subscribe. host: the engine's, for a publisher that listens everywhere.
+
+    None where nothing is published or no port is said, and for several ranks: each has a cache of its own, and one door
+    stands for them all.
+    """
+    if publisher is None or publisher.dp_size > 1 or not publisher.endpoint_port_base:
+        return None
+    named = host if publisher.endpoint_host in _WILDCARD_HOSTS else publisher.endpoint_host
+    if ":" in named and not named.startswith("["):
+        named = f"[{named}]"
+    replay = publisher.replay_endpoint_port_base
+    return KvEventsAddress(
+        f"tcp://{named}:{publisher.endpoint_port_base}",
+        f"tcp://{named}:{replay}" if replay is not None else None,
+        publisher.topic,
+    )
+
+
 def _warnings(server: ServerInfo, model: ModelInfo) -> list[str]:
     said = []
     if not server.incremental_streaming_output:
@@ -130,6 +161,8 @@ def _warnings(server: ServerInfo, model: ModelInfo) -> list[str]:
             f"--dp-size {server.dp_size}: each rank has its own cache behind one port and prefix placement cannot "
             "choose one; run one server per rank"
         )
+    if server.kv_events is not None and server.page_size == 1:
+        said.append("KV events with page size 1: an event per token; start the engine with --page-size 16 or more")
     if server.disaggregation_mode != "null":
         said.append(f"--disaggregation-mode {server.disaggregation_mode}: not supported, requests may never finish")
     if server.frontend != "python":
@@ -141,8 +174,11 @@ def _warnings(server: ServerInfo, model: ModelInfo) -> list[str]:
     return said
 
 
-def engine_info(server: ServerInfo, model: ModelInfo, loads: Loads, vocabulary_size: int) -> EngineInfo:
-    """One description; ValueError, naming the field, where the server does not say what is needed."""
+def engine_info(server: ServerInfo, model: ModelInfo, loads: Loads, vocabulary_size: int, host: str = "") -> EngineInfo:
+    """One description; ValueError, naming the field, where the server does not say what is needed.
+
+    host: where the server is reached, for addresses that it does not know of itself.
+    """
     if not model.is_generation:
         raise ValueError("is_generation: the model does not generate (an embedding or reward head)")
     if not loads.loads:
@@ -166,6 +202,7 @@ def engine_info(server: ServerInfo, model: ModelInfo, loads: Loads, vocabulary_s
         weight_version=model.weight_version,
         incremental_streaming=server.incremental_streaming_output,
         kv_cache_bytes=round(sum(rank.memory.kv_cache_gb for rank in loads.loads if rank.memory is not None) * _GIB),
+        kv_events=kv_events_address(server.kv_events, host),
         warnings=tuple(_warnings(server, model)),
     )
 

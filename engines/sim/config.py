@@ -16,6 +16,8 @@ from rolloutd.engines.sim.tokens import Model
 
 # SGLang: DEFAULT_FORCE_STREAM_INTERVAL, how often a request that does not stream reports to the front process.
 UNSTREAMED_INTERVAL_TOKENS = 50
+# SGLang: --decode-log-interval, how often a batch that only decodes publishes what its cache did.
+CACHE_EVENTS_INTERVAL_STEPS = 40
 # SGLang refuses prompts within this many tokens of the context or of the KV capacity.
 PROMPT_RESERVE_TOKENS = 5
 
@@ -40,6 +42,7 @@ PauseMode = Literal["retract", "in_place"]
 class MachineConfig:
     """Size and behaviour of one engine; words as in SGLang's flags.
 
+    log_cache: keep what the prefix cache does for `SimMachine.take_cache_events`.
     write_tokens: False keeps only counts (frames without tokens, outputs not cached), for large virtual pools.
     """
 
@@ -55,6 +58,7 @@ class MachineConfig:
     model: Model = field(default_factory=Model)
     weight_version: str = "default"
     write_tokens: bool = True
+    log_cache: bool = False
 
     def __post_init__(self) -> None:
         for name in (

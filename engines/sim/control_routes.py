@@ -196,6 +196,11 @@ class ControlRoutes:
         if order.kind == "refuse_connections":
             self._start(self._refuse(order.seconds))
             return json_response({"ok": True})
+        if order.kind == "drop_kv_events":
+            if self._driver.publisher is None:
+                return json_response({"error": "drop_kv_events: the engine publishes none (--kv-events-config)"}, 400)
+            self._driver.publisher.to_drop = order.count
+            return json_response({"ok": True})
         self._faults.set(order)
         loop = asyncio.get_running_loop()
         if order.kind == "slow":

@@ -22,6 +22,7 @@ from contextlib import asynccontextmanager
 from typing import Literal
 
 from rolloutd.engines.sim.config import MachineConfig
+from rolloutd.engines.sim.kv_publisher import KvPublisher
 from rolloutd.engines.sim.machine import SimMachine
 from rolloutd.engines.sim.request import Frame, LoadSnapshot
 from rolloutd.engines.sim.wire import Answers, Generate
@@ -84,6 +85,7 @@ class Driver:
         self.served_model_name: str | None = None
         self.released_memory: set[str] = set()
         self.dying = False
+        self.publisher: KvPublisher | None = None  # of what the prefix cache does
         self._loop = asyncio.get_running_loop()
         self._origin = self._loop.time()
         self._stalled_at: float | None = None
@@ -119,7 +121,9 @@ class Driver:
             self._kick()
 
     def _kick(self) -> None:
-        """Set the timer for the machine's next event."""
+        """Publish what the cache did, and set the timer for the machine's next event."""
+        if self.publisher is not None and not self.dying and (events := self.machine.take_cache_events()):
+            self.publisher.publish(events)
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

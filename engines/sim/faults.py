@@ -30,6 +30,7 @@ FaultKind = Literal[
     "load_hangs",
     "load_kills",
     "flush_refused",
+    "drop_kv_events",
 ]
 FAULT_KINDS: tuple[str, ...] = get_args(FaultKind)
 _ONCE = ("duplicate_frame", "garbage_frame", "load_fails", "load_hangs", "load_kills", "flush_refused")
@@ -43,10 +44,11 @@ class FaultOrder(msgspec.Struct, forbid_unknown_fields=True):
         `tokens` output tokens), crash (exit at once, status 1), not_ready (/ready 503), duplicate_frame (a frame twice),
         garbage_frame (a frame that is not JSON), stall (the engine stops working, streams fall silent), load_fails (a
         weight load changes nothing and is refused), load_hangs (it never ends, nor does anything behind it), load_kills
-        (the new weights are in, then the scheduler dies), flush_refused (a flush finds the engine busy).
+        (the new weights are in, then the scheduler dies), flush_refused (a flush finds the engine busy),
+        drop_kv_events (the next `count` messages about its cache are not sent, though kept for replay).
     seconds: how long it lasts, in wall time; 0 until it is taken back.
-    count: how many requests, frames or calls it hits; 0 without limit (duplicate_frame, garbage_frame and the last
-        four: 1).
+    count: how many requests, frames or calls it hits; 0 without limit (duplicate_frame, garbage_frame,
+        load_... and flush_refused: 1).
     """
 
     kind: FaultKind
@@ -61,6 +63,8 @@ class FaultOrder(msgspec.Struct, forbid_unknown_fields=True):
             return "seconds, count and tokens must not be negative"
         if self.kind == "refuse_connections" and self.seconds == 0:
             return "seconds: refuse_connections needs an end, nobody could take it back"
+        if self.kind == "drop_kv_events" and self.count == 0:
+            return "count: drop_kv_events needs a number of messages"
         if self.kind == "slow" and not self.factor > 0:
             return "factor: must be above 0"
         return None

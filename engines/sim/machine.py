@@ -23,6 +23,7 @@ from rolloutd.engines.sim.admission import NewTokenRatio, WaitingQueue, select_p
 from rolloutd.engines.sim.config import (
     ABORTED,
     ABORTED_WAITING,
+    CACHE_EVENTS_INTERVAL_STEPS,
     OUT_OF_MEMORY,
     QUEUE_FULL,
     UNSTREAMED_INTERVAL_TOKENS,
@@ -31,6 +32,7 @@ from rolloutd.engines.sim.config import (
     prompt_too_long,
 )
 from rolloutd.engines.sim.counters import NANO, Counters
+from rolloutd.engines.sim.kv_log import CacheEvent, CacheLog
 from rolloutd.engines.sim.pool import KvPool
 from rolloutd.engines.sim.request import Frame, LoadSnapshot, Sequence, SimRequest
 from rolloutd.engines.sim.stretch import Stretch
@@ -45,7 +47,10 @@ class SimMachine:
         self.weight_version = config.weight_version
         self.paused: PauseMode | None = None
         self._timing = config.timing
-        self._pool = KvPool(config.kv_tokens, config.page_size_tokens)
+        self._log = CacheLog(config.page_size_tokens) if config.log_cache else None
+        self._log_due = False  # a prefill ended since the log was taken
+        self._log_taken_step = 0  # decode steps done by then
+        self._pool = KvPool(config.kv_tokens, config.page_size_tokens, self._log)
         self._queue = WaitingQueue(config.schedule_policy, self._pool)
         self._ratio = NewTokenRatio()
         self._running: dict[str, Sequence] = {}  # decoding, in the order of admission
@@ -159,6 +164,17 @@ class SimMachine:
         self._catch_up(now, inclusive=True)
         frames, self._frames = self._frames, []
         return frames
+
+    def take_cache_events(self) -> list[CacheEvent]:
+        """What SGLang would have published by the last call: at rest, after a prefill, now and then while decoding."""
+        if self._log is None or self.paused is not None:
+            return []
+        steps = self._stretch.steps_done(self._now)
+        decoding = self._running and not self._log_due
+        if decoding and steps - self._log_taken_step < CACHE_EVENTS_INTERVAL_STEPS:
+            return []
+        self._log_due, self._log_taken_step = False, steps
+        return self._log.take()
 
     @property
     def pause_pending(self) -> bool:
@@ -341,6 +357,7 @@ class SimMachine:
 
     def _end_prefill(self) -> None:
         batch, self._prefilling, self._prefill_end = self._prefilling, [], None
+        self._log_due = True
         step = self._stretch.anchor_step
         for sequence in batch:
             assert sequence.holding is not None and sequence.writer is not None

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from rolloutd.engines.sim.kv_log import CacheLog
 from rolloutd.engines.sim.radix import TOKEN_BYTES, Node, RadixCache
 
 
@@ -29,12 +30,12 @@ class Holding:
 
 
 class KvPool:
-    """Capacity of `kv_tokens` in pages of `page_tokens`."""
+    """Capacity of `kv_tokens` in pages of `page_tokens`. `log` is told what the cache does."""
 
-    def __init__(self, kv_tokens: int, page_tokens: int) -> None:
+    def __init__(self, kv_tokens: int, page_tokens: int, log: CacheLog | None = None) -> None:
         self.page_tokens = page_tokens
         self.capacity_pages = kv_tokens // page_tokens
-        self.cache = RadixCache(page_tokens)
+        self.cache = RadixCache(page_tokens, log)
         self.owned_pages = 0
         self._phase_counts = [0] * page_tokens
         self._decoding = 0

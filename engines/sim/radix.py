@@ -15,26 +15,33 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator
 
+from rolloutd.engines.sim.kv_log import CacheLog
+
 TOKEN_BYTES = 4
 
 
 class Node:
-    """One edge of the tree with the node below it. `edge` is whole pages of uint32 LE token ids."""
+    """One edge of the tree with the node below it. `edge` is whole pages of uint32 LE token ids.
 
-    __slots__ = ("children", "edge", "locks", "parent")
+    hashes: names of its pages, where the cache has a log.
+    """
+
+    __slots__ = ("children", "edge", "hashes", "locks", "parent")
 
     def __init__(self, edge: bytes, parent: Node | None) -> None:
         self.edge = edge
         self.parent = parent
         self.children: dict[bytes, Node] = {}
         self.locks = 0
+        self.hashes: tuple[int, ...] = ()
 
 
 class RadixCache:
-    """Prefix cache of one engine. Sizes are in pages of `page_tokens` tokens."""
+    """Prefix cache of one engine. Sizes are in pages of `page_tokens` tokens. `log` is told what comes and goes."""
 
-    def __init__(self, page_tokens: int) -> None:
+    def __init__(self, page_tokens: int, log: CacheLog | None = None) -> None:
         self.page_tokens = page_tokens
+        self._log = log
         self._page_bytes = page_tokens * TOKEN_BYTES
         self._roots: dict[Hashable, Node] = {}
         self._namespace_of: dict[int, Hashable] = {}  # id(root) -> namespace, for dropping empty ones
@@ -89,6 +96,9 @@ class RadixCache:
             self.cached_pages += pages
             self.evictable_pages += pages
             self._lru[child] = None
+            if self._log is not None:
+                last = node.hashes[-1] if node.hashes else None
+                child.hashes = self._log.stored(namespace, last, child.edge)
             node = child
         self._touch(node)
         return node, known
@@ -122,6 +132,8 @@ class RadixCache:
             self.cached_pages -= count
             self.evictable_pages -= count
             parent = node.parent
+            if self._log is not None:
+                self._log.removed(node.hashes)
             del parent.children[node.edge[: self._page_bytes]]
             if parent.parent is None and not parent.children:
                 del self._roots[self._namespace_of.pop(id(parent))]
@@ -135,6 +147,8 @@ class RadixCache:
         self._namespace_of.clear()
         self._lru.clear()
         self.cached_pages = self.evictable_pages = 0
+        if self._log is not None:
+            self._log.cleared()
 
     def check(self) -> None:
         """Re-derive every counter from the nodes; raises AssertionError where one is off."""
@@ -187,6 +201,8 @@ class RadixCache:
         upper.children[node.edge[position : position + self._page_bytes]] = node
         parent.children[upper.edge[: self._page_bytes]] = upper
         node.edge = node.edge[position:]
+        pages = position // self._page_bytes
+        upper.hashes, node.hashes = node.hashes[:pages], node.hashes[pages:]
         node.parent = upper
         if upper.locks == 0:
             self._lru[upper] = None  # behind its child; the caller touches the path from here up

@@ -33,6 +33,7 @@ from rolloutd.engines.sim.config import QUEUE_FULL, MachineConfig
 from rolloutd.engines.sim.control_routes import ControlRoutes
 from rolloutd.engines.sim.driver import Driver, Live
 from rolloutd.engines.sim.faults import FaultBoard
+from rolloutd.engines.sim.kv_publisher import KvPublisher, read_config
 from rolloutd.engines.sim.state_routes import StateRoutes, json_response
 from rolloutd.engines.sim.timing import CURVES, PREFILL_TOKENS_PER_SECOND, TimingModel
 from rolloutd.engines.sim.tokens import MEAN_OUTPUT_TOKENS, VOCABULARY_SIZE, Model
@@ -65,6 +66,7 @@ class SimServer:
         self.driver = Driver(config, args.time_scale, args.incremental_streaming_output)
         loop = asyncio.get_running_loop()
         self.faults = FaultBoard(loop.time)
+        self._kv_events = read_config(args.kv_events_config)
         self._crash_on_bad_token: bool = args.crash_on_bad_token
         self._host: str = args.host
         self.port: int = args.port
@@ -82,7 +84,9 @@ class SimServer:
         self._site: web.TCPSite | None = None
 
     async def start(self) -> None:
-        """Listen. Port 0 takes a free one; see `port`."""
+        """Listen. Port 0 takes a free one; see `port`. OSError where a port is taken."""
+        if self._kv_events is not None:
+            self.driver.publisher = KvPublisher(self._kv_events, self.driver.config.page_size_tokens)
         await self._runner.setup()
         await self._listen()
         self.port = self.state.port = self._runner.addresses[0][1]
@@ -93,6 +97,8 @@ class SimServer:
 
     async def close(self) -> None:
         """Stop listening and drop every connection."""
+        if self.driver.publisher is not None:
+            self.driver.publisher.close()
         await self._runner.cleanup()
 
     async def refuse_connections(self, seconds: float) -> None:
@@ -259,6 +265,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model-path", default="simulated", help="name reported as the model's path")
     add("--mean-output-tokens", type=int, default=MEAN_OUTPUT_TOKENS, help="mean of outputs without end_at_tokens")
     add("--seed", type=int, default=0, help="engines with equal seeds are copies of one model")
+    add("--kv-events-config", default="", help="publish cache events over ZMQ: SGLang's JSON")
     add("--crash-on-bad-token", action=flag, default=True, help="die of an id outside the vocabulary, as SGLang")
 
 
@@ -268,6 +275,7 @@ def config_from(args: argparse.Namespace) -> MachineConfig:
         raise ValueError(f"time_scale: {args.time_scale} must be above 0")
     if not args.weight_load_seconds >= 0:
         raise ValueError(f"weight_load_seconds: {args.weight_load_seconds} must not be negative")
+    read_config(args.kv_events_config)
     return MachineConfig(
         slots=args.slots,
         kv_tokens=args.kv_tokens,
@@ -280,6 +288,7 @@ def config_from(args: argparse.Namespace) -> MachineConfig:
         timing=TimingModel(args.curve, args.prefill_tokens_per_second),
         model=Model(args.seed, args.vocab_size, args.mean_output_tokens),
         weight_version=args.weight_version,
+        log_cache=read_config(args.kv_events_config) is not None,
     )
 
 

@@ -128,7 +128,7 @@ class StateRoutes:
                 "launch_command": shlex.join(sys.argv[1:]),
                 "status": "stopping" if self.stopping else "ready",
                 "startup_time": {"scheduler_e2e": self._startup_seconds},
-                "kv_events": None,
+                "kv_events": driver.publisher.describe() if driver.publisher is not None else None,
                 "internal_states": [
                     {
                         "effective_max_running_requests_per_dp": config.slots,
