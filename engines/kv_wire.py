@@ -15,7 +15,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import msgspec
 
@@ -65,9 +65,12 @@ class Reset:
 KvEvent: TypeAlias = BlocksStored | BlocksRemoved | AllCleared | Reset
 
 
+_Hash = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
 class _Stored(msgspec.Struct, tag="BlockStored"):
-    block_hashes: list[int]
-    parent_block_hash: int | None
+    block_hashes: list[_Hash]
+    parent_block_hash: _Hash | None
     token_ids: list[int]
     block_size: int
     medium: str | None = None
@@ -76,7 +79,7 @@ class _Stored(msgspec.Struct, tag="BlockStored"):
 
 
 class _Removed(msgspec.Struct, tag="BlockRemoved"):
-    block_hashes: list[int]
+    block_hashes: list[_Hash]
     medium: str | None = None
 
 

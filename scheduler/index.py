@@ -187,6 +187,12 @@ class PrefixIndex(PrefixForest):
         """{engine: tokens held}, in whole pages of both the index and the engine; engines without a hit are left out."""
         return self.hits_on(self.segments(namespace, tokens, touch), self._live)
 
+    def credited_tokens(self, namespace: Namespace, engine: str) -> int:
+        """Tokens credited to the engine in one namespace; 0 where either is unknown."""
+        root = self._roots.get(namespace)
+        holder = self._engines.get(engine)
+        return 0 if root is None or holder is None else root.credit_tokens.get(holder.bit, 0)
+
     def whole_pages(self, engine: str, tokens: int) -> int:
         """Of so many tokens, those in whole pages of both the index and the engine; 0 for an unknown engine."""
         holder = self._engines.get(engine)
@@ -343,6 +349,14 @@ class PrefixIndex(PrefixForest):
                         break
             if self._bytes > self.max_bytes:
                 self._remove(next(iter(self._lru)))
+
+    def set_max_bytes(self, max_bytes: int) -> None:
+        """Another bound from now on: somebody else needs, or gives back, a part of it. Raises ValueError for none."""
+        if max_bytes <= 0:
+            raise ValueError(f"max_bytes must be positive, got {max_bytes}")
+        self.max_bytes = max_bytes
+        if self._bytes > max_bytes:
+            self._make_room()
 
     def evict(self, max_nodes: int) -> int:
         """Give up to `max_nodes` nodes back: dead ones, then the least recently used ends. Returns how many there were.

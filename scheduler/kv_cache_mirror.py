@@ -3,10 +3,11 @@
 Invariants
 - A block is known by its hash from the report that stored it to the one that removed it from every tier. Its tokens are
   those of the chain of blocks before it.
-- A chain earns credit under the namespaces that were in force when its first block was stored, and under no others: KV
-  that was begun under one policy version never counts for another.
-- A removed block takes the engine's credit for it and for all that follows it, at once, under those namespaces and under
-  those in force now, whoever claimed it: a claim of our own for a block that the engine had already is lost with it.
+- A chain earns credit under the namespace that was in force when its first block was stored, and under no other: KV that
+  was begun under one policy version never counts for another. Where several were in force nobody says whose prompt it
+  was: then only our own inserts claim.
+- A removed block takes the engine's credit for it and for all that follows it, at once, under that namespace and under
+  all in force now, whoever claimed it: a claim of our own for a block that the engine had already is lost with it.
 - A block whose predecessor is not known, or not held any more, is not recorded and earns nothing, and neither does one
   for which there is no room. Such a block may still be claimed by an insert of our own, which only `cached_tokens` corrects.
 - `bytes` is what the records cost, at most `max_bytes`; the index gets what is left of the bound that it was made with.
@@ -25,12 +26,12 @@ from rolloutd.scheduler.index import Namespace, PrefixIndex
 from rolloutd.scheduler.index_base import TOKEN_BYTES
 from rolloutd.scheduler.kv_changes import KvChange, KvCleared, KvRemoved, KvStored, KvUnknown
 
-# (salt, adapter) -> namespaces whose prompts share such KV now.
+# (salt, adapter) -> namespaces in force: those whose prompts may be in such KV of the engine now.
 Namespaces = Callable[[str, str], tuple[Namespace, ...]]
 
 # Measured with tracemalloc on CPython 3.11 (`test_accounting_follows_tracemalloc`).
-SEGMENT_BYTES: Final = 400  # object, arrays and bytes with their headers
-BLOCK_BYTES: Final = 140  # its hash as a number and in the array, its place in the dict, its tiers
+SEGMENT_BYTES: Final = 320  # object, arrays and bytes with their headers
+BLOCK_BYTES: Final = 100  # its hash as a number and in the array, its place in the dict, its tiers
 DEVICE: Final = 1
 HOST: Final = 2
 
@@ -42,7 +43,7 @@ class Segment:
         "adapter",
         "hashes",
         "holders",
-        "namespaces",
+        "namespace",
         "parent",
         "parent_blocks",
         "salt",
@@ -62,10 +63,10 @@ class Segment:
         self.holders = last - first + 1  # blocks held, segments that continue this one, and the one under construction
         self.salt = stored.salt
         self.adapter = stored.adapter
-        self.namespaces: tuple[Namespace, ...] = parent.namespaces if parent is not None else ()
+        self.namespace: Namespace | None = parent.namespace if parent is not None else None  # it earns credit under
 
     @property
-    def bytes(self) -> int:
+    def size_bytes(self) -> int:
         return SEGMENT_BYTES + len(self.hashes) * BLOCK_BYTES + len(self.tokens)
 
     def path(self) -> bytes:
@@ -80,12 +81,12 @@ class Segment:
 
     def is_held(self, blocks: int) -> bool:
         """Whether the first `blocks` blocks and everything before them are held."""
-        segment: Segment | None = self
-        while segment is not None:
-            if 0 in segment.tiers[:blocks]:
-                return False
+        segment = self
+        while 0 not in segment.tiers[:blocks]:
+            if segment.parent is None:
+                return True
             segment, blocks = segment.parent, segment.parent_blocks
-        return True
+        return False
 
 
 class Held:
@@ -177,24 +178,24 @@ class KvCacheMirror:
                 held.unplaced += count - first
                 return
             segment = Segment(parent, place + 1, stored, first, last)
-            if self.bytes + segment.bytes > self.max_bytes or len(held.blocks) + last - first > held.most_blocks:
+            if self.bytes + segment.size_bytes > self.max_bytes or len(held.blocks) + last - first > held.most_blocks:
                 held.unplaced += count - first
                 return
             if parent is not None:
                 parent.holders += 1
             else:
-                segment.namespaces = namespaces(stored.salt, stored.adapter)
+                in_force = namespaces(stored.salt, stored.adapter)
+                segment.namespace = in_force[0] if len(in_force) == 1 else None
             self._record(held, segment)
-            path = segment.path()
-            for namespace in segment.namespaces:
-                self._index.insert(namespace, path, engine)
+            if segment.namespace is not None:
+                self._index.insert(segment.namespace, segment.path(), engine)
             parent, place, first = segment, last - first - 1, last
 
     def _record(self, held: Held, segment: Segment) -> None:
         for block in segment.hashes:
             held.blocks[block] = segment
-        held.bytes += segment.bytes
-        self.bytes += segment.bytes
+        held.bytes += segment.size_bytes
+        self.bytes += segment.size_bytes
         segment.holders -= 1  # built
 
     def _removed(self, engine: str, held: Held, removed: KvRemoved, namespaces: Namespaces) -> None:
@@ -216,8 +217,11 @@ class KvCacheMirror:
         for segment, first in cuts.items():
             path = segment.path()
             keep = (len(path) - len(segment.tokens) + first * segment.width) // TOKEN_BYTES
-            for namespace in dict.fromkeys(segment.namespaces + namespaces(segment.salt, segment.adapter)):
+            in_force = namespaces(segment.salt, segment.adapter)
+            for namespace in in_force:
                 self._index.forget(namespace, path, engine, keep)
+            if segment.namespace is not None and segment.namespace not in in_force:
+                self._index.forget(segment.namespace, path, engine, keep)
 
     def _release(self, held: Held, segment: Segment | None) -> None:
         """One block or continuation less; what nothing needs any more is given back, up the chain."""
@@ -225,8 +229,8 @@ class KvCacheMirror:
             segment.holders -= 1
             if segment.holders:
                 return
-            held.bytes -= segment.bytes
-            self.bytes -= segment.bytes
+            held.bytes -= segment.size_bytes
+            self.bytes -= segment.size_bytes
             segment = segment.parent
 
     def _forget_all(self, held: Held) -> None:
@@ -246,7 +250,9 @@ class KvCacheMirror:
                     segments.add(parent)
                     parent = parent.parent
             assert len(held.blocks) <= held.most_blocks, f"{engine}: {len(held.blocks)} blocks, over its bound"
-            assert held.bytes == sum(segment.bytes for segment in segments), f"{engine}: {held.bytes} bytes counted"
+            assert held.bytes == sum(segment.size_bytes for segment in segments), (
+                f"{engine}: {held.bytes} bytes counted"
+            )
             for segment in segments:
                 live = [block for block, tiers in zip(segment.hashes, segment.tiers, strict=True) if tiers]
                 assert all(held.blocks.get(block) is segment for block in live), f"{engine}: a held block is not known"
