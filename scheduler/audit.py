@@ -16,6 +16,7 @@ from rolloutd.scheduler.world import World
 
 def check(world: World) -> None:
     world.index.check()
+    world.mirror.check()
     audit_versions.check(world)
     for engine in world.engines.values():
         _check_engine(engine)

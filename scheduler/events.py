@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rolloutd.scheduler.kv_changes import KvChange
 from rolloutd.scheduler.result import Piece
 from rolloutd.scheduler.spec import (
     Acknowledgement,
@@ -211,6 +212,15 @@ class EngineLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class KvCacheChanged:
+    """What an engine's process reported of its KV cache, in order."""
+
+    engine_id: str
+    incarnation: str
+    changes: tuple[KvChange, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptProgress:
     """Tokens of one attempt so far; the first report is the first token."""
 
@@ -272,6 +282,7 @@ Event = (
     | DrainEngine
     | RemoveEngine
     | EngineLoad
+    | KvCacheChanged
     | AttemptProgress
     | AttemptEnded
     | AttemptFailed

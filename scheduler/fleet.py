@@ -140,6 +140,7 @@ def _bury(world: World, engine: Engine, message: str) -> None:
 
 def _drop_cache(world: World, engine: Engine) -> None:
     world.index.drop_engine(engine.cache_key)
+    world.mirror.drop(engine.cache_key)
     for run in world.runs.values():
         for backlog in run.backlogs.values():
             backlog.forget_engine(engine.cache_key)

@@ -3,31 +3,40 @@
 Invariants
 - A block is known by its hash from the report that stored it to the one that removed it from every tier. Its tokens are
   those of the chain of blocks before it.
-- A chain earns credit under the namespace that was in force when its first block was stored, and under no other: KV that
-  was begun under one policy version never counts for another. Where several were in force nobody says whose prompt it
-  was: then only our own inserts claim.
+- A chain earns credit under the namespace that it belonged to when its first block was stored, and under no other: KV
+  that was begun under one policy version never counts for another. Where nobody can say whose it is, only our own
+  inserts claim.
 - A removed block takes the engine's credit for it and for all that follows it, at once, under that namespace and under
-  all in force now, whoever claimed it: a claim of our own for a block that the engine had already is lost with it.
+  all that may be matched now, whoever claimed it: a claim of our own for what the engine had already is lost with it.
 - A block whose predecessor is not known, or not held any more, is not recorded and earns nothing, and neither does one
   for which there is no room. Such a block may still be claimed by an insert of our own, which only `cached_tokens` corrects.
 - `bytes` is what the records cost, at most `max_bytes`; the index gets what is left of the bound that it was made with.
 
-What it deliberately does not know: runs, which namespaces are in force (the caller says), sequence numbers, time.
+What it deliberately does not know: runs, whose a block is (the caller says), sequence numbers, time.
 `kv_cache_naive.py` is the semantics in sixty lines.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
-from typing import Final
+from typing import Final, Protocol
 
 from rolloutd.scheduler.index import Namespace, PrefixIndex
 from rolloutd.scheduler.index_base import TOKEN_BYTES
 from rolloutd.scheduler.kv_changes import KvChange, KvCleared, KvRemoved, KvStored, KvUnknown
 
-# (salt, adapter) -> namespaces in force: those whose prompts may be in such KV of the engine now.
-Namespaces = Callable[[str, str], tuple[Namespace, ...]]
+
+class Owners(Protocol):
+    """Whose an engine's blocks are at present, by the salt and the adapter that they were made under."""
+
+    def earning(self, salt: str, adapter: str) -> Namespace | None:
+        """The namespace that new chains belong to; None where that cannot be said."""
+        ...
+
+    def losing(self, salt: str, adapter: str) -> tuple[Namespace, ...]:
+        """All namespaces that such blocks may be credited under."""
+        ...
+
 
 # Measured with tracemalloc on CPython 3.11 (`test_accounting_follows_tracemalloc`).
 SEGMENT_BYTES: Final = 320  # object, arrays and bytes with their headers
@@ -117,16 +126,16 @@ class KvCacheMirror:
         if engine not in self._engines:
             self._engines[engine] = Held(most_blocks)
 
-    def apply(self, engine: str, change: KvChange, namespaces: Namespaces) -> None:
+    def apply(self, engine: str, change: KvChange, owners: Owners) -> None:
         """Take in one report, in order. Ignored for an engine that is not followed."""
         held = self._engines.get(engine)
         if held is None:
             return
         match change:
             case KvStored():
-                self._stored(engine, held, change, namespaces)
+                self._stored(engine, held, change, owners)
             case KvRemoved():
-                self._removed(engine, held, change, namespaces)
+                self._removed(engine, held, change, owners)
             case KvCleared() | KvUnknown():
                 self._forget_all(held)
                 self._index.clear_engine(engine)
@@ -151,7 +160,7 @@ class KvCacheMirror:
 
     # ---- changes
 
-    def _stored(self, engine: str, held: Held, stored: KvStored, namespaces: Namespaces) -> None:
+    def _stored(self, engine: str, held: Held, stored: KvStored, owners: Owners) -> None:
         """Record runs of blocks that are new; of known ones, the tier."""
         hashes = stored.hashes
         tier = HOST if stored.on_host else DEVICE
@@ -184,8 +193,7 @@ class KvCacheMirror:
             if parent is not None:
                 parent.holders += 1
             else:
-                in_force = namespaces(stored.salt, stored.adapter)
-                segment.namespace = in_force[0] if len(in_force) == 1 else None
+                segment.namespace = owners.earning(stored.salt, stored.adapter)
             self._record(held, segment)
             if segment.namespace is not None:
                 self._index.insert(segment.namespace, segment.path(), engine)
@@ -198,7 +206,7 @@ class KvCacheMirror:
         self.bytes += segment.size_bytes
         segment.holders -= 1  # built
 
-    def _removed(self, engine: str, held: Held, removed: KvRemoved, namespaces: Namespaces) -> None:
+    def _removed(self, engine: str, held: Held, removed: KvRemoved, owners: Owners) -> None:
         tier = HOST if removed.on_host else DEVICE
         cuts: dict[Segment, int] = {}  # segment -> first block that is gone
         last: Segment | None = None
@@ -217,10 +225,10 @@ class KvCacheMirror:
         for segment, first in cuts.items():
             path = segment.path()
             keep = (len(path) - len(segment.tokens) + first * segment.width) // TOKEN_BYTES
-            in_force = namespaces(segment.salt, segment.adapter)
-            for namespace in in_force:
+            losing = owners.losing(segment.salt, segment.adapter)
+            for namespace in losing:
                 self._index.forget(namespace, path, engine, keep)
-            if segment.namespace is not None and segment.namespace not in in_force:
+            if segment.namespace is not None and segment.namespace not in losing:
                 self._index.forget(segment.namespace, path, engine, keep)
 
     def _release(self, held: Held, segment: Segment | None) -> None:

@@ -5,9 +5,8 @@ Tests drive it, over the naive prefix index, and the mirror, over the radix inde
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from rolloutd.scheduler.index_base import TOKEN_BYTES, EngineCacheMirror, Namespace
+from rolloutd.scheduler.kv_cache_mirror import Owners
 from rolloutd.scheduler.kv_changes import KvChange, KvRemoved, KvStored
 
 
@@ -30,19 +29,20 @@ class NaiveKvCacheMirror:
         self.index = index
         self.blocks: dict[tuple[str, int], Block] = {}
 
-    def apply(self, engine: str, change: KvChange, namespaces: Callable[[str, str], tuple[Namespace, ...]]) -> None:
+    def apply(self, engine: str, change: KvChange, owners: Owners) -> None:
         if isinstance(change, KvStored):
-            self._stored(engine, change, namespaces)
+            self._stored(engine, change, owners)
         elif isinstance(change, KvRemoved):
-            self._removed(engine, change, namespaces)
+            self._removed(engine, change, owners)
         else:
             self.blocks = {key: block for key, block in self.blocks.items() if key[0] != engine}
             self.index.clear_engine(engine)
 
-    def _stored(self, engine: str, stored: KvStored, namespaces: Callable[[str, str], tuple[Namespace, ...]]) -> None:
+    def _stored(self, engine: str, stored: KvStored, owners: Owners) -> None:
         parent = None if stored.parent_hash is None else self.blocks.get((engine, stored.parent_hash))
         if stored.parent_hash is not None and parent is None:
             return
+        key = (stored.salt, stored.adapter)
         width = len(stored.token_bytes) // len(stored.hashes)
         together: list[Block] = []
         for number, name in enumerate(stored.hashes):
@@ -50,11 +50,9 @@ class NaiveKvCacheMirror:
             if block is None:
                 if parent is not None and not parent.is_held():
                     break
-                namespace = parent.namespace if parent is not None else None
-                if parent is None and len(in_force := namespaces(stored.salt, stored.adapter)) == 1:
-                    namespace = in_force[0]
+                namespace = owners.earning(*key) if parent is None else parent.namespace
                 tokens = stored.token_bytes[number * width : (number + 1) * width]
-                block = self.blocks[engine, name] = Block(parent, tokens, (stored.salt, stored.adapter), namespace)
+                block = self.blocks[engine, name] = Block(parent, tokens, key, namespace)
                 together.append(block)
                 for earlier in together:
                     earlier.stored_path = block.path
@@ -65,9 +63,7 @@ class NaiveKvCacheMirror:
             block.tiers.add(stored.on_host)
             parent = block
 
-    def _removed(
-        self, engine: str, removed: KvRemoved, namespaces: Callable[[str, str], tuple[Namespace, ...]]
-    ) -> None:
+    def _removed(self, engine: str, removed: KvRemoved, owners: Owners) -> None:
         for name in removed.hashes:
             block = self.blocks.get((engine, name))
             if block is None:
@@ -76,6 +72,6 @@ class NaiveKvCacheMirror:
             if not block.tiers:
                 del self.blocks[engine, name]
                 keep_tokens = (len(block.path) - len(block.tokens)) // TOKEN_BYTES
-                under = namespaces(*block.key) + ((block.namespace,) if block.namespace is not None else ())
+                under = owners.losing(*block.key) + ((block.namespace,) if block.namespace is not None else ())
                 for namespace in under:
                     self.index.forget(namespace, block.stored_path, engine, keep_tokens)

@@ -21,6 +21,7 @@ from rolloutd.scheduler import (
     consumers,
     fleet,
     intake,
+    kv_reports,
     lifecycle,
     placement,
     publishing,
@@ -48,6 +49,7 @@ from rolloutd.scheduler.events import (
     EngineReadiness,
     Event,
     JoinEngine,
+    KvCacheChanged,
     LoseEngine,
     PauseRun,
     PublishPolicy,
@@ -113,6 +115,8 @@ class Scheduler:
                 clock.end_drained_streams(world)
             case EngineLoad():
                 fleet.load(world, event)
+            case KvCacheChanged():
+                kv_reports.changed(world, event)
             case EngineReadiness():
                 fleet.readiness(world, event)
             case JoinEngine():

@@ -177,6 +177,8 @@ def engine_view(world: World, engine: Engine) -> EngineView:
         policy_version=engine.version,
         held_because=engine.held_because,
         held_kind=engine.held_kind,
+        kv_blocks_reported=world.mirror.blocks(engine.cache_key),
+        kv_blocks_unplaced=world.mirror.unplaced(engine.cache_key),
     )
 
 
@@ -196,7 +198,7 @@ def statistics(world: World) -> Statistics:
         held=held,
         running=running,
         attempts=len(world.attempts),
-        index_bytes=index.bytes,
+        index_bytes=index.bytes + world.mirror.bytes,
         index_nodes=index.nodes,
         index_pages=index.pages,
         undelivered_bytes=undelivered_bytes,

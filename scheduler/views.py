@@ -177,6 +177,8 @@ class EngineView:
     policy_version: int = 0  # acknowledged; 0: as registered
     held_because: str = ""  # why it gets no work although it is there
     held_kind: str = ""  # the same in a word: "updating" | "memory" | "quarantined"
+    kv_blocks_reported: int = 0  # in its cache by its own KV events; 0 also where it publishes none
+    kv_blocks_unplaced: int = 0  # reported so far, and not followed: what they continue is not known, or no room
 
 
 @dataclass(frozen=True, slots=True)

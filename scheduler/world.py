@@ -23,6 +23,7 @@ from rolloutd.scheduler.config import SchedulerConfig
 from rolloutd.scheduler.considered import NOTHING, Considered
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.index import PrefixIndex
+from rolloutd.scheduler.kv_cache_mirror import KvCacheMirror
 from rolloutd.scheduler.outbox import Consumer
 from rolloutd.scheduler.publication import EngineUpdate
 from rolloutd.scheduler.refusal import Refusal
@@ -34,6 +35,7 @@ from rolloutd.scheduler.states import SHORT_TASKS, Code, Gate, RolloutClass, Rol
 from rolloutd.scheduler.timers import Timers
 from rolloutd.scheduler.views import Decision, DecisionKind
 
+MIRROR_PART = 4  # of the index's memory, at most one in so many bytes is for what engines report of their caches
 MOST_POOLS = 1024  # lists of engines remembered by run, pool and labels
 
 
@@ -57,6 +59,7 @@ class World:
         self.waiting: dict[str, dict[Run, None]] = {}  # pool -> runs with something that may be dispatched there
         self.attempts: dict[str, Attempt] = {}
         self.index = PrefixIndex(config.index.max_bytes, config.index.page_tokens, config.index.eviction)
+        self.mirror = KvCacheMirror(self.index, config.index.max_bytes // MIRROR_PART)
         self.computing = Computing()
         self.timers = Timers()
         self.decisions: deque[Decision] = deque(maxlen=config.queue.decision_ring)

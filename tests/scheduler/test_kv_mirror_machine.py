@@ -17,10 +17,10 @@ from rolloutd.scheduler.kv_changes import KvChange, KvCleared, KvRemoved, KvStor
 from tests.scheduler.index_kit import ids
 
 ENGINES = ("a/0", "b/0")
-SALTS = ("", "v1")
+SALTS = ("", "", "v1")
 CHUNK_TOKENS = 8  # half a page of the index, where its page is 16
 
-letters = st.lists(st.sampled_from([1, 1, 2]), min_size=1, max_size=6)
+letters = st.lists(st.sampled_from([1, 1, 1, 2]), min_size=1, max_size=5)
 engines = st.sampled_from(ENGINES)
 salts = st.sampled_from(SALTS)
 
@@ -49,13 +49,16 @@ class MirrorMachine(RuleBasedStateMachine):
             self.naive_index.add_engine(engine, block)
             self.mirror.follow(engine, 1 << 20)
 
-    def in_force(self, salt: str, adapter: str) -> tuple[Namespace, ...]:
+    def earning(self, salt: str, adapter: str) -> Namespace | None:
+        return None if self.sharing else self.losing(salt, adapter)[0]
+
+    def losing(self, salt: str, adapter: str) -> tuple[Namespace, ...]:
         spaces = (Namespace("run", "m", adapter, self.version, salt), Namespace("other", "m", adapter, 0, salt))
         return spaces if self.sharing else spaces[:1]
 
     def report(self, engine: str, change: KvChange) -> None:
-        self.mirror.apply(engine, change, self.in_force)
-        self.naive.apply(engine, change, self.in_force)
+        self.mirror.apply(engine, change, self)
+        self.naive.apply(engine, change, self)
 
     @rule(engine=engines, salt=salts, prompt=letters, data=st.data(), on_host=st.sampled_from([False, False, True]))
     def store(self, engine: str, salt: str, prompt: list[int], data: st.DataObject, on_host: bool) -> None:
@@ -77,40 +80,52 @@ class MirrorMachine(RuleBasedStateMachine):
         gone = data.draw(st.lists(st.sampled_from([*known, 77]), max_size=6, unique=True))
         self.report(engine, KvRemoved(tuple(gone), on_host))
 
-    @rule(engine=engines, change=st.sampled_from([KvCleared(), KvUnknown("a hole")]))
-    def clear(self, engine: str, change: KvChange) -> None:
-        self.report(engine, change)
-        assert self.mirror.blocks(engine) == 0
+    @rule(engine=engines, salt=salts, prompt=letters, data=st.data())
+    def remove_within(self, engine: str, salt: str, prompt: list[int], data: st.DataObject) -> None:
+        """A block goes, what follows it stays: the engine would not, but then its reports make no sense to anybody."""
+        end = data.draw(st.integers(1, len(prompt)))
+        self.report(engine, KvRemoved((name(salt, prompt[:end]),)))
 
     @rule(engine=engines, salt=salts, prompt=letters)
     def insert_ourselves(self, engine: str, salt: str, prompt: list[int]) -> None:
-        for namespace in self.in_force(salt, ""):
+        for namespace in self.losing(salt, ""):
             self.index.insert(namespace, tokens_of(prompt, CHUNK_TOKENS), engine)
             self.naive_index.insert(namespace, tokens_of(prompt, CHUNK_TOKENS), engine)
 
     @rule(engine=engines, salt=salts, prompt=letters, keep_tokens=st.integers(0, 64))
     def correct(self, engine: str, salt: str, prompt: list[int], keep_tokens: int) -> None:
-        for namespace in self.in_force(salt, ""):
+        for namespace in self.losing(salt, ""):
             self.index.forget(namespace, tokens_of(prompt, self.block), engine, keep_tokens)
             self.naive_index.forget(namespace, tokens_of(prompt, self.block), engine, keep_tokens)
 
-    @rule(expire=st.booleans())
-    def publish(self, expire: bool) -> None:
-        """New weights, under the same salts: what was stored before stays what it was."""
-        self.version += 1
-        if expire:
-            self.index.advance_version("run", self.version)
-            self.naive_index.advance_version("run", self.version)
+    @rule(engine=engines, data=st.data())
+    def disturb(self, engine: str, data: st.DataObject) -> None:
+        """One of what happens rarely."""
+        calls = {
+            "clear": lambda: self.report(engine, KvCleared()),
+            "lose": lambda: self.report(engine, KvUnknown("a hole")),
+            "restart": lambda: self.restart(engine),
+            "publish": self.publish,
+            "expire": self.expire,
+            "share": self.share,
+        }
+        calls[data.draw(st.sampled_from([*calls, "publish", "publish"]))]()
 
-    @rule()
+    def publish(self) -> None:
+        """New weights, under the same salts: what was stored before stays what it was."""
+        self.version = min(self.version + 1, 3)
+
+    def expire(self) -> None:
+        self.index.advance_version("run", self.version)
+        self.naive_index.advance_version("run", self.version)
+
     def share(self) -> None:
         self.sharing = not self.sharing
 
-    @rule(engine=engines)
     def restart(self, engine: str) -> None:
         """As an engine that leaves and comes back under the same name."""
         self.mirror.drop(engine)
-        self.naive.apply(engine, KvCleared(), self.in_force)
+        self.naive.apply(engine, KvCleared(), self)
         self.index.drop_engine(engine)
         self.naive_index.drop_engine(engine)
         self.index.add_engine(engine, self.block)
@@ -123,10 +138,10 @@ class MirrorMachine(RuleBasedStateMachine):
         self.index.check()
         for engine in ENGINES:
             assert self.mirror.blocks(engine) == sum(1 for owner, _ in self.naive.blocks if owner == engine)
-        for salt in SALTS:
+        for salt in set(SALTS):
             for version in range(self.version + 1):
                 namespace = Namespace("run", "m", "", version, salt)
-                for prompt in ([1] * 6, [1, 1, 2, 1, 1, 1], [2, 1, 1, 2, 2, 2]):
+                for prompt in ([1] * 6, [1, 1, 2, 1, 1, 1]):
                     tokens = tokens_of(prompt, self.block)
                     assert self.index.match(namespace, tokens) == self.naive_index.match(namespace, tokens)
 
@@ -137,6 +152,6 @@ TestMirrorMachine.settings = settings(
 )
 
 
-@pytest.mark.parametrize("salt", SALTS)
+@pytest.mark.parametrize("salt", ["", "v1"])
 def test_names_differ_by_salt(salt: str) -> None:
     assert name(salt, [1]) != name(salt + "x", [1])
