@@ -26,6 +26,7 @@ from rolloutd.scheduler.spec import EngineFacts
 from rolloutd.scheduler.states import Code
 from rolloutd.server.config import EngineManagerSettings, EngineSettings
 from rolloutd.server.errors import not_found
+from rolloutd.server.kv_following import KvFollower
 from rolloutd.server.logging import get_logger
 from rolloutd.server.loop import RunLoop, refusal_of
 
@@ -46,6 +47,7 @@ class SupervisedEngine:
     last_error: str = ""
     last_error_at: float = 0.0
     load: EngineLoad | None = None
+    kv_events: KvFollower | None = None
     registered: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
 
@@ -114,6 +116,8 @@ class EngineManager:
             return not_found("engine", engine_id)
         if engine.task is not None:
             engine.task.cancel()
+        if engine.kv_events is not None:
+            engine.kv_events.cancel()
         stopped = self._loop.attempts_on(engine_id)
         refusal = refusal_of(self._loop.post(events.RemoveEngine(engine_id))) if engine.joined else None
         self._loop.remove_door(engine_id)
@@ -128,6 +132,8 @@ class EngineManager:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for engine in engines:
+            if engine.kv_events is not None:
+                await engine.kv_events.stop()
             await engine.door.close()
 
     # -- supervision -------------------------------------------------------------------------------------------------
@@ -201,6 +207,7 @@ class EngineManager:
         engine.lost = False
         engine.last_error = ""
         engine.registered.set()
+        self._follow_kv_events(engine, info)
         if first:
             self._log.info(
                 "engine_registered",
@@ -214,6 +221,17 @@ class EngineManager:
             for warning in info.warnings:
                 self._log.warning("engine_setting", engine_id=engine.engine_id, message=warning)
         return None
+
+    def _follow_kv_events(self, engine: SupervisedEngine, info: EngineInfo) -> None:
+        """Subscribe where this process publishes; a subscription to the same one goes on."""
+        following = engine.kv_events
+        if following is not None:
+            if (following.incarnation, following.address) == (info.incarnation, info.kv_events):
+                return
+            following.cancel()
+            engine.kv_events = None
+        if info.kv_events is not None:
+            engine.kv_events = KvFollower(self._loop, engine.engine_id, info.incarnation, info.kv_events)
 
     async def _watch(self, engine: SupervisedEngine) -> None:
         """Poll until the engine has to be registered again."""

@@ -28,6 +28,7 @@ from rolloutd.scheduler import actions, events
 from rolloutd.scheduler.result import RolloutResult
 from rolloutd.scheduler.states import OUTCOMES, AbortReason, RolloutClass, TaskType, TrainerState
 from rolloutd.scheduler.views import RunView
+from rolloutd.server.kv_metrics import KvEventsMetrics
 from rolloutd.server.loop import RunLoop
 from rolloutd.server.state import ServerState
 from rolloutd.server.tallies import CountTally, SpreadTally
@@ -83,6 +84,7 @@ class Metrics:
         self._versions = VersionMetrics(self.registry, state.loop.clock)
         self._trainers: dict[str, _TrainerClock] = {}
         self.registry.register(_Views(state, self._trainers))
+        self.registry.register(KvEventsMetrics(state.engines, state.loop))
         state.loop.observers.append(self.observe)
 
     def _count(self, name: str, text: str, *labels: str) -> CountTally:

@@ -3,6 +3,7 @@
 Invariants
 - The environment comes from `deploy/sglang-cpu/setup.sh` and lives in a cache folder outside the checkout; the first
   run builds it.
+- They publish their KV events, so that every test in front of them runs with a prefix index that follows them.
 - Servers listen on free loopback ports, start side by side, and die with the pytest process, however it ends.
 - `ROLLOUTD_SKIP_SGLANG=1` skips the tests that need them and says so; nothing else does.
 
@@ -12,6 +13,7 @@ A conftest makes them a session-scoped fixture with one line: `return shared_ser
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -108,6 +110,17 @@ def start_server(folder: Path, flags: tuple[str, ...] = ()) -> SGLangServer:
     return SGLangServer(f"http://127.0.0.1:{port}", process, Path(name))
 
 
+def _publishing() -> tuple[str, ...]:
+    """Flags that publish KV events on loopback."""
+    config = {
+        "publisher": "zmq",
+        "endpoint": f"tcp://127.0.0.1:{_free_port()}",
+        "replay_endpoint": f"tcp://127.0.0.1:{_free_port()}",
+        "bind": True,
+    }
+    return "--kv-events-config", json.dumps(config)
+
+
 def wait_ready(servers: list[SGLangServer]) -> None:
     """Until every server answers 200 on /ready. RuntimeError with the end of its log when one does not."""
     deadline = time.monotonic() + READY_SECONDS
@@ -148,6 +161,6 @@ def shared_servers(request: pytest.FixtureRequest, count: int) -> list[SGLangSer
     if missing > 0:
         request.addfinalizer(_stop_shared)
         folder = environment()
-        _shared.extend(start_server(folder) for _ in range(missing))
+        _shared.extend(start_server(folder, _publishing()) for _ in range(missing))
         wait_ready(_shared)
     return _shared[:count]
