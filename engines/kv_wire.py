@@ -98,7 +98,13 @@ _decoder = msgspec.msgpack.Decoder(_Message)
 def decode(payload: bytes) -> tuple[float, list[KvEvent]]:
     """(time by the publisher's clock in seconds since the epoch, events); ValueError for what is no such message."""
     message = _decoder.decode(payload)  # msgspec's errors are ValueErrors
-    return message.ts, [event for wire in message.events if (event := _read(wire)) is not None]
+    # What a flush in the same message undid is left out: it would be believed for a moment.
+    wanted = message.events
+    for place in range(len(wanted) - 1, 0, -1):
+        if isinstance(wanted[place], _Cleared):
+            wanted = wanted[place:]
+            break
+    return message.ts, [event for wire in wanted if (event := _read(wire)) is not None]
 
 
 def _read(wire: _Stored | _Removed | _Cleared) -> KvEvent | None:

@@ -278,16 +278,23 @@ def test_events_are_read_as_sglang_writes_them() -> None:
     stored = BlockStored([5, -6], 4, list(range(32)), 16, None, "GPU", "v3")
     host = BlockRemoved([5], "CPU_PINNED")
     disk = BlockRemoved([5], "DISK")
-    timestamp, events = decode(msgspec.msgpack.encode([1.5, [stored, host, disk, AllBlocksCleared()], 0]))
+    timestamp, events = decode(msgspec.msgpack.encode([1.5, [AllBlocksCleared(), stored, host, disk], 0]))
     tokens = array("I", range(32)).tobytes()
     assert timestamp == 1.5
-    assert events == [BlocksStored((5, -6), 4, tokens, 16, "v3"), BlocksRemoved((5,), on_host=True), AllCleared()]
+    assert events == [AllCleared(), BlocksStored((5, -6), 4, tokens, 16, "v3"), BlocksRemoved((5,), on_host=True)]
+
+
+def test_what_a_flush_in_the_same_message_undid_is_not_told() -> None:
+    before, after = BlockRemoved([1]), BlockRemoved([2])
+    sent = [AllBlocksCleared(), before, AllBlocksCleared(), after]
+    assert decode(msgspec.msgpack.encode([1.5, sent, 0]))[1] == [AllCleared(), BlocksRemoved((2,))]
 
 
 @pytest.mark.parametrize(
     ("event", "words"),
     [
         (BlockStored([1], None, [1, 2, 3], 16, None), "3 token_ids do not fill 1 blocks of 16"),
+        (BlockStored([1 << 63], None, [1] * 16, 16, None), "block_hashes"),
         (BlockStored([1], None, [-1] * 16, 16, None), "token_ids"),
         (BlockStored([1], None, [(1, 2)] * 16, 16, None), "token_ids"),  # type: ignore[list-item]
         (7, "Expected `object`"),
