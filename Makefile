@@ -113,6 +113,10 @@ bench-core: $(STAMP) $(CORE_BUILD) ## what one dispatch costs the core, and how 
 bench-index: $(STAMP) ## what the prefix index costs at a million pages; the last line is JSON (1 minute)
 	$(call BENCH,index,index_cost)
 
+.PHONY: bench-kv-events
+bench-kv-events: $(STAMP) ## what following the engines' KV events costs per block; the last line is JSON (10 seconds)
+	$(call BENCH,kv-events,kv_events_cost)
+
 .PHONY: bench-overhead
 bench-overhead: $(STAMP) $(CORE_BUILD) ## what the server costs next to sglang-router; the last line is JSON (3 minutes; QUICK=1: a look)
 	$(call BENCH,overhead,overhead $(if $(QUICK),--quick))

@@ -73,7 +73,7 @@ class KvFollower:
         self._tell((KvUnknown(reason),))
 
     def _took(self, events: tuple[KvEvent, ...]) -> None:
-        self._tell(tuple(map(_change, events)))
+        self._tell(tuple(map(change_of, events)))
         self.blocks += sum(
             len(event.hashes) if isinstance(event, BlocksStored | BlocksRemoved) else 1 for event in events
         )
@@ -103,7 +103,8 @@ class KvFollower:
         )
 
 
-def _change(event: KvEvent) -> KvChange:
+def change_of(event: KvEvent) -> KvChange:
+    """What an event says, in the core's words."""
     if isinstance(event, BlocksStored):
         return KvStored(event.hashes, event.parent_hash, event.token_bytes, event.salt, event.adapter, event.on_host)
     if isinstance(event, BlocksRemoved):
