@@ -13,7 +13,7 @@ Invariants
 - `bytes` is what the records cost, at most `max_bytes`; the index gets what is left of the bound that it was made with.
 
 What it deliberately does not know: runs, whose a block is (the caller says), sequence numbers, time.
-`kv_cache_naive.py` is the semantics in sixty lines.
+`kv_cache_naive.py` is the semantics in eighty lines.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class Segment:
         while 0 not in segment.tiers[:blocks]:
             if segment.parent is None:
                 return True
-            segment, blocks = segment.parent, segment.parent_blocks
+            blocks = segment.parent_blocks
+            segment = segment.parent
         return False
 
 
@@ -176,7 +177,8 @@ class KvCacheMirror:
         while first < count:
             known = held.blocks.get(hashes[first])
             if known is not None:
-                parent, place = known, _place(known, place + 1 if known is parent else 0, hashes[first])
+                place = _place(known, place + 1 if known is parent else 0, hashes[first])
+                parent = known
                 known.tiers[place] |= tier
                 first += 1
                 continue
@@ -197,7 +199,9 @@ class KvCacheMirror:
             self._record(held, segment)
             if segment.namespace is not None:
                 self._index.insert(segment.namespace, segment.path(), engine)
-            parent, place, first = segment, last - first - 1, last
+            parent = segment
+            place = last - first - 1
+            first = last
 
     def _record(self, held: Held, segment: Segment) -> None:
         for block in segment.hashes:
