@@ -18,7 +18,7 @@ from rolloutd.server.process import Server
 from tests.e2e.conftest import MakeSim
 from tests.e2e.engine_http import EngineHttp, Tokens
 from tests.e2e.processes import SimEngine, free_port
-from tests.e2e.rollouts import prompt, until
+from tests.e2e.rollouts import prompt, submit_running, take, until
 
 VOCABULARY_SIZE = 1024
 CAPACITY_TOKENS = 16_384  # of both engines
@@ -44,10 +44,10 @@ class Followed:
         return supervised.kv_events
 
     def credited(self, tokens: Tokens) -> int:
-        """Tokens of a prompt that the index credits to the engine."""
+        """Tokens of a prompt that the index credits to the engine under the newest policy version."""
         world = self.server.loop.core._world
-        namespace = world.runs["run"].lineage("policy").namespace(0)
-        return max(world.index.match(namespace, tokens.tobytes()).values(), default=0)
+        lineage = world.runs["run"].lineage("policy")
+        return max(world.index.match(lineage.namespace(lineage.version), tokens.tobytes()).values(), default=0)
 
     async def credits(self, tokens: Tokens, expected: int) -> None:
         """Until the index credits so much."""
@@ -178,6 +178,31 @@ async def test_lost_messages_are_asked_for_again(followed: Followed, random: np.
         await followed.credits(lost, 96)
         await followed.credits(last, 96)
         assert followed.following.count.gaps == 1 and followed.following.count.resets == 1
+
+
+@pytest.mark.parametrize("followed", ["sim"], indirect=True)
+async def test_a_published_version_inherits_no_credit_from_the_one_before(
+    followed: Followed, random: np.random.Generator
+) -> None:
+    """Also not by what is reported late, of work that runs on over the publication."""
+    async with followed.client() as client:
+        for version, mode in enumerate(("drain", "abort_and_resume", "retract", "in_place"), start=1):
+            old, running = prompt(random, 100), prompt(random, 100)
+            await followed.rollout(client, old)
+            await followed.credits(old, 96)
+            (rollout_id,) = await submit_running(client, [running], mode, max_new_tokens=600)
+            await client.publish_and_wait(version, path="/weights", mode=mode)
+            assert followed.credited(old) == 0
+            result = (await take(client, 1))[rollout_id]
+            new = prompt(random, 100)
+            assert await followed.rollout(client, new) == 0
+            await followed.credits(new, 96)  # what was reported before it is known by now, too
+            assert followed.credited(old) == 0
+            # What ran over the change was computed again; or was drained before; or its KV is of both versions, for nobody.
+            whole = np.concatenate([running, result.tokens])
+            again = mode in ("abort_and_resume", "retract")
+            assert followed.credited(whole) == (len(whole) // PAGE_TOKENS * PAGE_TOKENS if again else 0)
+            assert await followed.rollout(client, old) == 0
 
 
 @pytest.mark.parametrize("followed", ["sim"], indirect=True)
