@@ -57,9 +57,14 @@ class SGLangControl:
         self._loading = False
         self._load_in_doubt = False
         self._incarnation = ""
+        self._version = ""  # of the weights, as last read
 
     def _attempts_running(self) -> int:
         """Attempts through this door that have not ended."""
+        raise NotImplementedError
+
+    def _note_swap_in_place(self, version: str) -> None:
+        """The weights became `version` in a pause in place."""
         raise NotImplementedError
 
     def _is_paused(self) -> bool:
@@ -70,8 +75,9 @@ class SGLangControl:
         """Whether memory that work needs is released, or about to be."""
         return self._releasing or bool(self._released)
 
-    def _note_incarnation(self, incarnation: str) -> None:
-        """A process that was started anew is neither paused nor without memory."""
+    def _note_incarnation(self, incarnation: str, version: str) -> None:
+        """A process that was started anew is neither paused nor without memory. `version`: of its weights."""
+        self._version = version
         if self._incarnation and incarnation != self._incarnation:
             self._paused = None
             self._released = frozenset()
@@ -184,7 +190,12 @@ class SGLangControl:
         """See `Engine.weight_version`."""
         path = "/model_info"
         body = await self._calls.get(path, self.timeouts.control_seconds)
-        return self._calls.decode(body, ModelInfo, path).weight_version
+        version = self._calls.decode(body, ModelInfo, path).weight_version
+        if version != self._version:
+            if self._paused is PauseMode.IN_PLACE:
+                self._note_swap_in_place(version)
+            self._version = version
+        return version
 
     def _weights_in_place(self, call: str) -> None:
         if "weights" in self._released:
