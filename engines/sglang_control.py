@@ -35,6 +35,9 @@ _LOAD_ROUTE = "/update_weights_from_disk"
 # How SGLang begins its word per data-parallel rank, joined by _RANKS_JOINED_BY.
 _LOADED = "Succeeded to update model weights"
 _LOADED_NOT_FLUSHED = "Weights were updated, but the cache was not flushed"
+# Said when reading failed half-way. The roll-back reads the new path once more, since SGLang forgets the old one first: if that
+# works, the new weights run under the old label; if it fails too, the server ends.
+_ROLLED_BACK = b"Rolling back to original weights"
 _RANKS_JOINED_BY = " | "
 
 
@@ -147,7 +150,13 @@ class SGLangControl:
             return WeightsLoaded(flushed=flush)
         if status == 400 and _is_loaded_not_flushed(body):
             return WeightsLoaded(flushed=False)
-        raise self._calls.refusal(_LOAD_ROUTE, status, body)
+        refusal = self._calls.refusal(_LOAD_ROUTE, status, body)
+        if _ROLLED_BACK in body:
+            message = (
+                f"{refusal.message} (it reads the same path again for that: whose weights it has now is not known)"
+            )
+            raise EngineFault(FaultKind.BROKEN, message)
+        raise refusal
 
     async def _load(self, order: bytes) -> tuple[int, bytes]:
         self._load_in_doubt = True
