@@ -125,7 +125,8 @@ class Slice(msgspec.Struct, frozen=True):
     prompt_token_bytes: ids of a text prompt where the engine returned them. prompt_logprob_bytes: float32 LE, one per prompt
         token from `prompt_logprobs_from` on, NaN where the engine has none (position 0 of the prompt).
         prompt_top_logprobs: aligned with it, when top_logprobs was asked for too; an empty row where there is none.
-    version_spans: (weight version, start, end) over this slice's tokens, as the engine reported them; (version, 0, 0)
+    version_spans: (weight version, start, end) over this slice's tokens, as the engine reported them, or as it is where it
+        is known to be wrong; (version, 0, 0)
         for a scored prompt without output. A slice that ended without the engine's last word has each token under the
         version that its frame named.
     finish_reason: "stop", "length" or "abort". matched_stop: the token id or string that stopped it.

@@ -165,6 +165,7 @@ class Collector:
         self._prompt_top: list[TopEntry] = []
         self._final_spans: list[VersionSpan] | None = None
         self._seen_spans: list[VersionSpan] = []  # from each frame's own label, until the final answer says it exactly
+        self._swapped_in_place: set[str] = set()
         self._version = ""
         self._extras: dict[str, Any] = {}
 
@@ -275,6 +276,13 @@ class Collector:
             else:
                 self._seen_spans.append(VersionSpan(version, seen, total))
 
+    def note_swap_in_place(self, version: str) -> None:
+        """The weights became `version` under this attempt while its next token was being computed by the old ones.
+
+        The engine counts that token to the new weights. It is moved to those that wrote it.
+        """
+        self._swapped_in_place.add(version)
+
     def add_extras(self, meta: Mapping[str, Any], new: int) -> None:
         """Keep what engine_params asked for; call after `add` with the same frame's whole `meta_info`."""
         for key, value in meta.items():
@@ -313,7 +321,12 @@ class Collector:
         if not count and self._request.prompt_logprobs_from is not None and self._version:
             # A scored prompt has no output; its log-probs still belong to a version.
             return ((self._version, 0, 0),)
-        return tuple((span.version, span.start, min(span.end, count)) for span in spans if span.start < count)
+        late = self._swapped_in_place if spans is self._final_spans else ()
+        starts = [span.start + (span.start > 0 and span.version in late) for span in spans]
+        ends = [min(end, count) for end in (*starts[1:], *(span.end for span in spans[-1:]))]
+        return tuple(
+            (span.version, start, end) for span, start, end in zip(spans, starts, ends, strict=True) if start < end
+        )
 
     def _prompt_skip(self) -> int:
         # The engine has no log-prob for the first position it is asked about, so it was asked for one position earlier.

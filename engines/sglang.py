@@ -74,6 +74,7 @@ class SGLangEngine(SGLangControl):
         self._info: EngineInfo | None = None
         self._vocabulary = 0
         self._incremental = False
+        self._overlaps = False
         self._attempts: dict[str, Attempt] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -96,11 +97,12 @@ class SGLangEngine(SGLangControl):
         server = self._calls.decode(server_body, ServerInfo, "/server_info")
         model = self._calls.decode(model_body, ModelInfo, "/model_info")
         loads = self._calls.decode(loads_body, Loads, "/v1/loads")
-        self._note_incarnation(incarnation(server))
+        self._note_incarnation(incarnation(server), model.weight_version)
         if self._is_asleep():
             raise self._fault(FaultKind.BUSY, "not ready: its memory is released")
         self._vocabulary = await self._vocabulary_of(server.model_path)
         self._incremental = server.incremental_streaming_output
+        self._overlaps = not server.disable_overlap_schedule
         try:
             info = engine_info(server, model, loads, self._vocabulary, urlsplit(self.url).hostname or "")
         except ValueError as error:
@@ -208,6 +210,13 @@ class SGLangEngine(SGLangControl):
         await super().resume()
         for attempt in self._attempts.values():
             attempt.start_waiting_anew()
+
+    def _note_swap_in_place(self, version: str) -> None:
+        # The overlap scheduler computes the next token of every sequence before it looks at orders. One whose prompt was
+        # still being computed is not told apart; our caller lets none be.
+        if self._overlaps:
+            for attempt in self._attempts.values():
+                attempt.collector.note_swap_in_place(version)
 
     def _attempts_running(self) -> int:
         return len(self._attempts)

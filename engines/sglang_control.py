@@ -35,6 +35,9 @@ _LOAD_ROUTE = "/update_weights_from_disk"
 # How SGLang begins its word per data-parallel rank, joined by _RANKS_JOINED_BY.
 _LOADED = "Succeeded to update model weights"
 _LOADED_NOT_FLUSHED = "Weights were updated, but the cache was not flushed"
+# Said when reading failed half-way. The roll-back reads the new path once more, since SGLang forgets the old one first: if that
+# works, the new weights run under the old label; if it fails too, the server ends.
+_ROLLED_BACK = b"Rolling back to original weights"
 _RANKS_JOINED_BY = " | "
 
 
@@ -57,9 +60,14 @@ class SGLangControl:
         self._loading = False
         self._load_in_doubt = False
         self._incarnation = ""
+        self._version = ""  # of the weights, as last read
 
     def _attempts_running(self) -> int:
         """Attempts through this door that have not ended."""
+        raise NotImplementedError
+
+    def _note_swap_in_place(self, version: str) -> None:
+        """The weights became `version` in a pause in place."""
         raise NotImplementedError
 
     def _is_paused(self) -> bool:
@@ -70,8 +78,9 @@ class SGLangControl:
         """Whether memory that work needs is released, or about to be."""
         return self._releasing or bool(self._released)
 
-    def _note_incarnation(self, incarnation: str) -> None:
-        """A process that was started anew is neither paused nor without memory."""
+    def _note_incarnation(self, incarnation: str, version: str) -> None:
+        """A process that was started anew is neither paused nor without memory. `version`: of its weights."""
+        self._version = version
         if self._incarnation and incarnation != self._incarnation:
             self._paused = None
             self._released = frozenset()
@@ -141,7 +150,13 @@ class SGLangControl:
             return WeightsLoaded(flushed=flush)
         if status == 400 and _is_loaded_not_flushed(body):
             return WeightsLoaded(flushed=False)
-        raise self._calls.refusal(_LOAD_ROUTE, status, body)
+        refusal = self._calls.refusal(_LOAD_ROUTE, status, body)
+        if _ROLLED_BACK in body:
+            message = (
+                f"{refusal.message} (it reads the same path again for that: whose weights it has now is not known)"
+            )
+            raise EngineFault(FaultKind.BROKEN, message)
+        raise refusal
 
     async def _load(self, order: bytes) -> tuple[int, bytes]:
         self._load_in_doubt = True
@@ -184,7 +199,12 @@ class SGLangControl:
         """See `Engine.weight_version`."""
         path = "/model_info"
         body = await self._calls.get(path, self.timeouts.control_seconds)
-        return self._calls.decode(body, ModelInfo, path).weight_version
+        version = self._calls.decode(body, ModelInfo, path).weight_version
+        if version != self._version:
+            if self._paused is PauseMode.IN_PLACE:
+                self._note_swap_in_place(version)
+            self._version = version
+        return version
 
     def _weights_in_place(self, call: str) -> None:
         if "weights" in self._released:

@@ -57,6 +57,7 @@ class ServerInfo(msgspec.Struct):
     dp_size: int = 1
     incremental_streaming_output: bool = False
     stream_interval: int = 1
+    disable_overlap_schedule: bool = True  # SGLang always says; what does not, overlaps nothing
     schedule_policy: str = "fcfs"
     disable_radix_cache: bool = False
     allow_auto_truncate: bool = False

@@ -15,7 +15,9 @@ from rolloutd import v1
 from rolloutd.client import Client, connect
 from rolloutd.engines.sim.tokens import VOCABULARY_SIZE
 from tests.e2e.engine_http import EngineHttp
+from tests.e2e.engine_tap import EngineTap
 from tests.e2e.processes import Rolloutd, SimEngine
+from tests.e2e.published import PublishRig, restore
 from tests.sglang_servers import SGLangServer, shared_servers
 
 REGISTERED_SECONDS = 60.0
@@ -81,6 +83,20 @@ async def real(sglang_engines: list[EngineHttp], started: list[Rolloutd]) -> Rig
     server.start()
     await engines_ready(server.target, 2)
     return Rig(server, sglang_engines)
+
+
+@pytest_asyncio.fixture
+async def publishing(sglang_engines: list[EngineHttp], started: list[Rolloutd]) -> AsyncIterator[PublishRig]:
+    """As `real`, with a tap before each engine; at the end the servers have the weights again that they came with."""
+    async with EngineTap(sglang_engines[0].url) as first, EngineTap(sglang_engines[1].url) as second:
+        server = Rolloutd([first.url, second.url])
+        started.append(server)
+        server.start()
+        await engines_ready(server.target, 2)
+        yield PublishRig(server, [first, second], sglang_engines)
+        server.discard()
+    for engine in sglang_engines:
+        await restore(engine)
 
 
 class MakeSim(Protocol):

@@ -72,6 +72,7 @@ class FakeServer:
         }
         self.ranks = [self.rank]
         self.ready_status = 200
+        self.weight_version = "default"
         self.bodies: list[dict[str, Any]] = []
         self.headers: dict[str, str] = {}  # Authorization by path
         self.aborted: list[str] = []
@@ -104,7 +105,9 @@ class FakeServer:
         app.router.add_get("/server_info", self._json(lambda: self.server_info))
         app.router.add_get(
             "/model_info",
-            self._json(lambda: {"served_model_name": "tiny", "weight_version": "default", "model_path": "tiny"}),
+            self._json(
+                lambda: {"served_model_name": "tiny", "weight_version": self.weight_version, "model_path": "tiny"}
+            ),
         )
         app.router.add_get("/v1/loads", self._json(lambda: {"timestamp": "now", "loads": self.ranks}))
         app.router.add_get("/ready", self._ready)

@@ -212,3 +212,13 @@ async def test_every_wait_ends(fake: tuple[FakeServer, str]) -> None:
         async with door_to(url, **limits) as door:
             server.orders_answered.clear()
             assert (await fault_of(call(door))).kind is FaultKind.SILENT
+
+
+async def test_a_load_that_was_rolled_back_leaves_weights_that_nobody_knows(fake: tuple[FakeServer, str]) -> None:
+    """SGLang answers so, keeps its label, and may run the new weights (seen: the file was complete at the second reading)."""
+    server, url = fake
+    message = "Failed to update weights: file not fully covered.\nRolling back to original weights."
+    async with door_to(url) as door:
+        server.answer_orders(400, {"success": False, "message": message, "num_paused_requests": 0})
+        fault = await fault_of(door.load_weights("next", "7", flush=False))
+        assert fault.kind is FaultKind.BROKEN and "file not fully covered" in fault.message
