@@ -26,12 +26,13 @@ from rolloutd.bench.virtual_engine import Report, SimEngine, VirtualEngine
 from rolloutd.bench.workload import Item, Workload
 from rolloutd.engines.sim.config import MachineConfig
 from rolloutd.engines.sim.tokens import Finish, expected_output
-from rolloutd.scheduler.actions import Abort, Action, Deliver, Dispatch, Finished
+from rolloutd.scheduler.actions import Abort, Action, Control, Deliver, Dispatch, Finished
 from rolloutd.scheduler.config import SchedulerConfig
 from rolloutd.scheduler.events import (
     AcknowledgeResults,
     AttachConsumer,
     AttemptFailed,
+    ControlFailed,
     Event,
     JoinEngine,
     ReportStep,
@@ -95,6 +96,8 @@ class Simulation:
                     self._later(self._submit, action)
                 case Abort():
                     self._later(self._abort, action)
+                case Control():
+                    self._later(self._control, action)
                 case Deliver():
                     deliver = self._consumers.get((action.run_id, action.consumer_id))
                     if deliver is not None:
@@ -202,6 +205,15 @@ class Simulation:
         if engine is not None:
             engine.abort(self.now, abort.attempt_id)
             self.touch(engine)
+
+    def _control(self, control: Control) -> None:
+        engine = self.engines.get(control.engine_id)
+        if engine is None:
+            message = f"no door to {control.engine_id}"
+            self.send(ControlFailed(control.engine_id, control.control_id, FaultKind.UNREACHED, message))
+            return
+        engine.control(self.now, control)
+        self.touch(engine)
 
     def _report_load(self, engine_id: str) -> None:
         engine = self.engines.get(engine_id)

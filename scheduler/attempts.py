@@ -78,7 +78,7 @@ def ended(world: World, event: AttemptEnded) -> None:
     _wake_followers(world, attempt)
     lifecycle.close_attempt(world, attempt, piece, piece.finish_reason if reason is None else reason.name.lower())
     if problem:
-        publishing.fence(world, engine, problem)
+        _doubt(world, attempt, problem)
         if reason is None:
             _fault(world, rollout, f"engine {engine.engine_id}: {problem}")
         else:
@@ -115,7 +115,7 @@ def failed(world: World, event: AttemptFailed) -> None:
     partial, problem = _believed(attempt, event.partial) if event.partial is not None else (None, "")
     lifecycle.close_attempt(world, attempt, partial, event.fault.name.lower())
     if problem:
-        publishing.fence(world, engine, problem)
+        _doubt(world, attempt, problem)
     if event.fault in (FaultKind.BROKEN, FaultKind.SILENT, FaultKind.UNREACHED):
         was_open = engine.breaker_until > world.now
         engine.note_fault(world.now, event.message, settings)
@@ -204,6 +204,13 @@ def _believed(attempt: Attempt, piece: Piece) -> tuple[Piece, str]:
         engine = attempt.engine
         return replace(piece, version_spans=((engine.label, 0, found.tokens),), versions=(engine.version,)), ""
     return replace(piece, versions=found.versions), ""
+
+
+def _doubt(world: World, attempt: Attempt, problem: str) -> None:
+    """Its engine may hold other weights than it acknowledged; not so where it became another run's meanwhile."""
+    engine = attempt.engine
+    if engine.owner in ("", attempt.rollout.run.run_id):
+        publishing.fence(world, engine, problem)
 
 
 def _credit(world: World, attempt: Attempt, tokens: bytes) -> None:

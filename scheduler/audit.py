@@ -8,6 +8,7 @@ from __future__ import annotations
 from rolloutd.scheduler import audit_versions
 from rolloutd.scheduler.actions import Finished
 from rolloutd.scheduler.engine import Engine
+from rolloutd.scheduler.lanes import SHUT_OUT
 from rolloutd.scheduler.ledger import NO_QUOTA
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.states import SHORT_TASKS, RolloutClass, RolloutState, TaskType
@@ -128,6 +129,9 @@ def _check_entries(run: Run) -> None:
             if entry.pool == pool and entry.rollout_class is rollout_class and entry.short is short
         ]
         _same(f"backlog {pool}/{rollout_class.name} count", backlog.count, len(mine))
+        for task in TaskType:
+            shut_out = sum(entry.task_type is task and entry.held_gate in SHUT_OUT for entry in mine)
+            _same(f"backlog {pool}/{rollout_class.name} shut out", backlog.shut_out[task], shut_out)
         _same(f"backlog {pool}/{rollout_class.name} held", backlog.held, sum(entry.held for entry in mine))
         _same(f"backlog {pool}/{rollout_class.name} ready", backlog.ready, sum(not entry.held for entry in mine))
 

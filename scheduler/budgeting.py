@@ -153,7 +153,7 @@ def kv_exceeded(run: Run, engine: Engine) -> bool:
 
 def note_stalled(world: World, run: Run) -> bool:
     """Find floors that hold no room now, because their work could not start in it: no engine of its pool takes work, the
-    trainer syncs, another ceiling is reached. True when that changed.
+    trainer syncs, another ceiling is reached, it waits for a version or to be let in. True when that changed.
     """
     ledger = run.ledger
     if not ledger.owes() and not ledger.stalled_classes and not ledger.stalled_tasks:
@@ -163,7 +163,7 @@ def note_stalled(world: World, run: Run) -> bool:
     if classes or tasks:
         for (pool, rollout_class, _), backlog in run.backlogs.items():
             if backlog.count and _may_start(world, run, pool, rollout_class):
-                able = [one for one in TaskType if backlog.tasks[one] and ledger.task_open(one)]
+                able = [one for one in TaskType if backlog.tasks[one] > backlog.shut_out[one] and ledger.task_open(one)]
                 tasks.difference_update(able)
                 if able:
                     classes.discard(rollout_class)

@@ -9,7 +9,7 @@ What this module does not know: the wall clock.
 
 from __future__ import annotations
 
-from rolloutd.scheduler import attempts, budgeting, consumers, letting_in, lifecycle, queueing, updating
+from rolloutd.scheduler import attempts, budgeting, consumers, letting_in, lifecycle, publishing, queueing, updating
 from rolloutd.scheduler.actions import NoticeKind
 from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.rollout import Rollout
@@ -155,6 +155,7 @@ def _housekeeping(world: World) -> None:
         done = run.ended and not run.unfinished and not run.undelivered_results
         if done and not attached and not publishing_now:
             del world.runs[run.run_id]
+            publishing.forget_run(world, run)
             for lineage in run.lineages.values():
                 world.index.drop_owner(lineage.owner)
     if any(run.ledger.queued for run in world.runs.values()):

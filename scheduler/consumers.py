@@ -18,6 +18,7 @@ from rolloutd.scheduler.actions import Attached, Finished, GroupFinished, Notice
 from rolloutd.scheduler.events import AcknowledgeResults, AttachConsumer
 from rolloutd.scheduler.outbox import Consumer, Kept
 from rolloutd.scheduler.refusal import Refusal
+from rolloutd.scheduler.rollout import Rollout
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.spec import Acknowledgement, StepReport
 from rolloutd.scheduler.states import Code, OnStale, Outcome, TrainerState
@@ -85,36 +86,50 @@ def attach(world: World, run: Run, event: AttachConsumer) -> Refusal | None:
     for name in event.take_over:
         _take_over(world, run, consumer, name)
     world.deliver(run, consumer.consumer_id, 0, Attached(consumer.cursor, consumer.unfinished, len(consumer.kept)))
-    for cursor in list(consumer.kept):
-        world.deliver(run, consumer.consumer_id, cursor, _as_of_now(run, consumer, cursor))
+    for rollout_id in consumer.by_rollout:
+        refresh(run, run.rollouts[rollout_id])
+    for cursor, kept in consumer.kept.items():
+        world.deliver(run, consumer.consumer_id, cursor, kept.event)
     return None
 
 
-def _as_of_now(run: Run, consumer: Consumer, cursor: int) -> Finished | GroupFinished:
-    """A kept event as it is delivered now: a result may have become too old while nobody took it."""
-    kept = consumer.kept[cursor]
-    event = kept.event
-    if not isinstance(event, Finished) or not event.result.complete or event.result.stale:
-        return event
-    rollout = run.rollouts[event.result.rollout_id]
+def refresh(run: Run, rollout: Rollout) -> None:
+    """A kept result may have become too old while nobody took it: withhold or mark it before it is delivered again."""
+    result = rollout.result
+    if result is None or not result.complete or result.stale:
+        return
     lineage = run.lineage(rollout.spec.pool)
     if not versions.too_old(lineage, rollout):
-        return event
+        return
     run.stale_results += 1
     if run.settings.on_stale is OnStale.FLAG:
-        result = replace(event.result, stale=True, policy_version=lineage.version)
+        result = replace(result, stale=True, policy_version=lineage.version)
     else:
         result = replace(
-            event.result.without_tokens(),
+            result.without_tokens(),
             outcome=Outcome.STALE,
             error=versions.stale_error(lineage, rollout),
             policy_version=lineage.version,
             stale=True,
         )
     rollout.result = result
-    event = Finished(result)
-    run.undelivered_bytes += consumer.replace(cursor, event)
-    return event
+    consumer = run.consumers[rollout.consumer_id]
+    run.undelivered_bytes += consumer.replace(consumer.by_rollout[rollout.rollout_id], Finished(result))
+    group = rollout.group
+    if group is None or result.complete:
+        return
+    group.failed.append(rollout.rollout_id)
+    teller = run.consumers.get(group.consumer_id)
+    cursor = teller.by_group.get(group.group_id) if teller is not None else None
+    told = teller.kept[cursor].event if teller is not None and cursor is not None else None
+    if (
+        teller is not None
+        and cursor is not None
+        and isinstance(told, GroupFinished)
+        and rollout.rollout_id in told.rollout_ids
+    ):
+        failed = (*told.failed_rollout_ids, rollout.rollout_id)
+        run.undelivered_bytes += teller.replace(cursor, replace(told, complete=False, failed_rollout_ids=failed))
 
 
 def detach(world: World, run: Run, consumer_id: str) -> None:

@@ -19,7 +19,7 @@ from rolloutd.scheduler.permit import Permit
 from rolloutd.scheduler.promises import Promise
 from rolloutd.scheduler.rollout import Attempt, Rollout
 from rolloutd.scheduler.spec import TOKEN_BYTES
-from rolloutd.scheduler.states import Gate, RolloutClass, RolloutState, TaskType
+from rolloutd.scheduler.states import Gate, OnPreempt, RolloutClass, RolloutState, TaskType
 from rolloutd.scheduler.views import DecisionKind
 from rolloutd.scheduler.world import World
 
@@ -107,6 +107,8 @@ def _slice_tokens(world: World, rollout: Rollout, entry: Entry) -> int:
     if not slice_tokens or rollout.remaining_tokens <= slice_tokens or entry.text is not None or not rollout.resumable:
         return 0
     if rollout.task_type is TaskType.REPLAY:
+        return 0
+    if rollout.on_preempt is OnPreempt.RESTART:  # it would start again with each slice
         return 0
     longest = world.longest_prompt(rollout.run, entry.pool, entry.labels)
     return 0 if longest and entry.prompt_tokens + slice_tokens > longest else slice_tokens

@@ -156,6 +156,12 @@ class Engine:
             return update.publication.update.version
         return self.labels.get(label)
 
+    def change_owner(self, run_id: str) -> None:
+        """It serves another run's versions from now on: what it holds is to that run what it came with."""
+        self.owner = run_id
+        self.version = self.cache_since = 0
+        self.labels = {self.label: 0}
+
     def acknowledge(self, version: int, label: str) -> None:
         """It holds this version now, as it said itself."""
         self.version = version

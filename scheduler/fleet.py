@@ -40,6 +40,8 @@ def join(world: World, event: JoinEngine) -> Refusal | None:
         if old is not None:
             _bury(world, old, "the engine restarted")
         engine = Engine(facts)
+        if facts.engine_version.isdecimal():  # somebody published to it: what it has cached may be of older weights
+            engine.salt = world.fresh_salt(facts.engine_version)
         world.engines[facts.engine_id] = engine
         world.fleet_mark += 1  # again: burying the old one looked engines up
         world.room(facts.pool).join(engine)

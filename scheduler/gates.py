@@ -146,9 +146,9 @@ def servers(world: World, entry: Entry) -> tuple[Engine, ...]:
 def could_serve(world: World, entry: Entry, engine: Engine, remaining_tokens: int) -> bool:
     """Whether this engine, when empty, could run the entry's first member, with so much output left, to its end."""
     facts = engine.facts
-    if (entry.labels or engine.owner or facts.pool != entry.pool or engine.removed) and not world.serves(
-        engine, entry.run, entry.pool, entry.labels
-    ):
+    if (
+        entry.labels or engine.owner or entry.run.published or facts.pool != entry.pool or engine.removed
+    ) and not world.serves(engine, entry.run, entry.pool, entry.labels):
         return False
     if entry.text is not None:
         return True  # its length is a guess before the engine tokenised it; the engine refuses what is too long

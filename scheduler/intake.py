@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from rolloutd.scheduler import budgeting, lifecycle, versions
+from rolloutd.scheduler import budgeting, consumers, lifecycle, versions
 from rolloutd.scheduler.actions import Accepted, Finished, Rejected
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.events import SubmitRollouts
@@ -143,6 +143,7 @@ def _attach(world: World, run: Run, consumer: Consumer, spec: RolloutSpec, known
     for rollout in known:
         world.deliver(run, consumer.consumer_id, 0, _accepted(world, rollout, attached=True))
         if rollout.result is not None:  # whoever asks again gets it again, outside the durable order
+            consumers.refresh(run, rollout)
             world.deliver(run, consumer.consumer_id, 0, Finished(rollout.result))
     return None
 
@@ -289,13 +290,14 @@ def _accept(world: World, run: Run, consumer: Consumer, spec: RolloutSpec, ids: 
         if group is not None:
             rollout.group = group
             group.add(rollout_id)
+        accepted.append(rollout)
         if spec.samples > 1:
             run.sampled.setdefault(spec.rollout_id, {})[rollout_id] = None
         if spec.parent_rollout_id:
             run.family.add(spec.parent_rollout_id, rollout_id)
+    for rollout in accepted:  # only now: their group is let in as a whole
         lifecycle.note_step(world, rollout)
         lifecycle.enqueue(world, rollout)
-        accepted.append(rollout)
     for rollout in accepted:
         world.deliver(run, consumer.consumer_id, 0, _accepted(world, rollout, attached=False))
     if parent is not None and parent.result is not None and parent.result.outcome is Outcome.CANCELLED:

@@ -39,6 +39,8 @@ COMPACT_MINIMUM = 64
 
 Item = tuple[float, int, int, Entry]  # (key, tie-break, sequence, entry)
 
+SHUT_OUT = frozenset({Gate.POLICY_VERSION, Gate.STALENESS})  # holds that may last
+
 
 class LaneKey(NamedTuple):
     """Entries of one lane are alike in this."""
@@ -139,6 +141,7 @@ class Backlog:
         "fruitless_at",
         "held",
         "ready",
+        "shut_out",
         "tasks",
     )
 
@@ -161,6 +164,7 @@ class Backlog:
         self.fruitless_at = -math.inf
         self.evaluations = 0  # entries whose data are for evaluation
         self.tasks = [0] * len(TaskType)  # entries by task type
+        self.shut_out = [0] * len(TaskType)  # of these, held for something that room would not bring
 
     # membership --------------------------------------------------------------------------------------------------------
 
@@ -201,6 +205,7 @@ class Backlog:
         entry.sequence = sequence
         entry.held_gate = gate
         self.held += 1
+        self.shut_out[entry.task_type] += gate in SHUT_OUT
 
     def remove(self, entry: Entry, sequence: int) -> None:
         self._take_out(entry)
@@ -328,6 +333,7 @@ class Backlog:
         """Leave lane or hold, where the entry is in one."""
         if entry.held_gate is not Gate.OPEN:
             self.held -= 1
+            self.shut_out[entry.task_type] -= entry.held_gate in SHUT_OUT
         elif self._in_lane(entry):
             self.ready -= 1
             if not self.ready and self._note_ready is not None:

@@ -60,7 +60,7 @@ class Consumer:
     def keep(self, event: Finished | GroupFinished, now: float) -> int:
         """Keep a durable event; returns its cursor."""
         self.cursor += 1
-        size = event.result.size_bytes if isinstance(event, Finished) else GROUP_EVENT_BYTES
+        size = _size_bytes(event)
         self.kept[self.cursor] = Kept(event, size, now)
         self.size_bytes += size
         if isinstance(event, Finished):
@@ -81,11 +81,12 @@ class Consumer:
             del self.by_group[kept.event.group_id]
         return kept
 
-    def replace(self, cursor: int, event: Finished) -> int:
-        """Another result in the place of a kept one; returns the bytes that it is larger."""
+    def replace(self, cursor: int, event: Finished | GroupFinished) -> int:
+        """Another event about the same in the place of a kept one; returns the bytes that it is larger."""
         kept = self.kept[cursor]
-        self.kept[cursor] = Kept(event, event.result.size_bytes, kept.at_seconds)
-        grown = event.result.size_bytes - kept.size_bytes
+        size = _size_bytes(event)
+        self.kept[cursor] = Kept(event, size, kept.at_seconds)
+        grown = size - kept.size_bytes
         self.size_bytes += grown
         return grown
 
@@ -106,3 +107,7 @@ class Consumer:
                 break
             found.append(cursor)
         return found
+
+
+def _size_bytes(event: Finished | GroupFinished) -> int:
+    return event.result.size_bytes if isinstance(event, Finished) else GROUP_EVENT_BYTES

@@ -146,12 +146,27 @@ def left(world: World, engine: Engine, message: str) -> None:
     engine.memory = None
 
 
+def forget_run(world: World, run: Run) -> None:
+    """An ended run is forgotten: what its engines hold is nobody's version any more."""
+    for engine in world.engines.values():
+        if engine.owner != run.run_id:
+            continue
+        if engine.version:
+            held = f"version {engine.version} of run {run.run_id!r}, which has ended"
+            engine.quarantine = f"it holds {held}: publish to it, or restart it"
+        world.index.clear_engine(engine.cache_key)
+        engine.change_owner(engine.facts.run_id)
+        engine.note_held()
+        world.fleet_mark += 1
+
+
 def lineage_of(world: World, engine: Engine) -> Lineage | None:
     """The lineage whose versions an engine holds or is to hold; None where nothing was published for it."""
     pool = engine.facts.pool
     owner = engine.owner
     if not owner:
         owners = {one.owner for one in world.engines.values() if one.facts.pool == pool and one.owner}
+        owners |= {run.run_id for run in world.runs.values() if run.has_published(pool) and not run.ended}
         if len(owners) != 1:
             return None
         owner = owners.pop()
@@ -159,9 +174,7 @@ def lineage_of(world: World, engine: Engine) -> Lineage | None:
     lineage = run.lineages.get(pool) if run is not None else None
     if lineage is None or not lineage.version:
         return None
-    if engine.owner != owner:
-        engine.owner = owner
-        world.fleet_mark += 1
+    _hand_over(world, engine, owner)
     return lineage
 
 
@@ -173,6 +186,9 @@ def _check(world: World, run: Run, lineage: Lineage, update: PolicyUpdate) -> Re
         return invalid("version", f"is {update.version}; published versions start at 1, 0 is what engines came with")
     if update.engines_at_once < 0:
         return invalid("engines_at_once", f"is {update.engines_at_once}; must be 0 (all) or more")
+    if run.ended:
+        message = f"run {run.run_id!r} has ended; configure it again or use another run"
+        return Refusal(Code.FAILED_PRECONDITION, "RUN_ENDED", message)
     sound = SOUND_CACHES[update.mode]
     if update.cache not in sound:
         names = " or ".join(one.name for one in sound)
@@ -207,6 +223,8 @@ def _may_take(world: World, run: Run, engine: Engine) -> bool:
     """Whether this run may give an engine its weights: its own, nobody's, or one whose run has ended."""
     if engine.facts.run_id:
         return engine.facts.run_id == run.run_id
+    if engine.update is not None and engine.update.publication.run is not run:
+        return False  # it is still being updated for a run that has ended
     owner = world.runs.get(engine.owner)
     return owner is None or owner is run or owner.ended
 
@@ -217,12 +235,12 @@ def _begin(world: World, run: Run, lineage: Lineage, update: PolicyUpdate) -> No
     lineage.active = publication
     lineage.version = update.version
     lineage.last = update
+    run.published.add(update.pool)
+    world.fleet_mark += 1  # engines that are nobody's do not serve it any more
     for engine in sorted(world.engines.values(), key=lambda one: one.engine_id):
         if engine.facts.pool != update.pool or engine.removed or not _may_take(world, run, engine):
             continue
-        if engine.owner != run.run_id:
-            engine.owner = run.run_id
-            world.fleet_mark += 1
+        _hand_over(world, engine, run.run_id)
         if engine.version != update.version or engine.quarantine:
             _take_part(publication, engine)
     world.record(
@@ -238,6 +256,16 @@ def _begin(world: World, run: Run, lineage: Lineage, update: PolicyUpdate) -> No
         updating.tell(world, one, "")
     _go_on(world, publication)
     version_change.note(world, run, lineage)
+
+
+def _hand_over(world: World, engine: Engine, run_id: str) -> None:
+    """An engine serves this run's versions from now on."""
+    if engine.owner == run_id:
+        return
+    if engine.owner:  # this run may have credit there from before it was the other's
+        world.index.clear_engine(engine.cache_key)
+    engine.change_owner(run_id)
+    world.fleet_mark += 1
 
 
 def _take_part(publication: Publication, engine: Engine) -> None:

@@ -65,6 +65,7 @@ class Run:
         "no_capacity_told_at",
         "paused",
         "phase",
+        "published",
         "queued_bytes",
         "ready",
         "report",
@@ -92,6 +93,7 @@ class Run:
         self.settings = settings
         self.lineages: dict[str, Lineage] = {}  # pool -> policy versions there
         self.bound: dict[str, Rollout] = {}  # queued ones that a change of version may concern
+        self.published: set[str] = set()  # pools
         self.window: Window | None = None  # samples that may be on their way, where staleness bounds them
         self.stale_results = 0
         self.paused = False
@@ -150,6 +152,10 @@ class Run:
     def newest_version(self, pool: str) -> int:
         lineage = self.lineages.get(pool)
         return 0 if lineage is None else lineage.version
+
+    def has_published(self, pool: str) -> bool:
+        """Whether its work needs engines that acknowledged one of its versions."""
+        return pool in self.published
 
     def waits_in(self, pool: str) -> bool:
         """Whether anything of this run is queued in a pool, held or not."""

@@ -248,7 +248,9 @@ def _verify(world: World, update: EngineUpdate) -> None:
 def _verified(world: World, update: EngineUpdate, label: str) -> None:
     publication = update.publication
     if label != publication.label:
-        if update.named:
+        if (
+            update.named or publication.update.path
+        ):  # a load from disk gives the label itself: without it, it did not happen
             _fail(world, update, f"it says that it holds weights {label!r}, not {publication.label!r}")
         else:
             _name(world, update)
@@ -256,7 +258,7 @@ def _verified(world: World, update: EngineUpdate, label: str) -> None:
     engine = update.engine
     version = publication.update.version
     if publication.update.cache is CacheHandling.NAMESPACE:
-        engine.salt = publication.label
+        engine.salt = world.fresh_salt(publication.label)
     if publication.update.cache is not CacheHandling.KEEP:
         engine.cache_since = version
     engine.acknowledge(version, label)

@@ -115,6 +115,10 @@ class World:
         """32 hex digits: fixed length, because engines match abort ids by prefix (property P6)."""
         return f"{self.rng.getrandbits(128):032x}"
 
+    def fresh_salt(self, label: str) -> str:
+        """Names KV that no earlier work on any engine can match, whichever run, process or life of ours it was for."""
+        return f"{label}-{self.rng.getrandbits(64):016x}"
+
     def next_control(self) -> int:
         self.control_ids += 1
         return self.control_ids
@@ -177,7 +181,7 @@ class World:
         return (
             facts.pool == pool
             and not engine.removed
-            and (not engine.owner or engine.owner == run.run_id)
+            and (engine.owner == run.run_id or not (engine.owner or pool in run.published))
             and all(facts.labels.get(name) == value for name, value in labels.items())
         )
 

@@ -44,7 +44,8 @@ class SimMachine:
 
     def __init__(self, config: MachineConfig) -> None:
         self.config = config
-        self.weight_version = config.weight_version
+        self.weight_version = config.weight_version  # the label that tokens carry
+        self.weights = config.weight_version  # what writes them
         self.paused: PauseMode | None = None
         self._timing = config.timing
         self._log = CacheLog(config.page_size_tokens) if config.log_cache else None
@@ -84,7 +85,7 @@ class SimMachine:
             self._refuse(sequence)
             return
         if not self.config.write_tokens:
-            sequence.start_writing(self.config, self.weight_version)  # raises where the length can not be known
+            sequence.start_writing(self.config, self.weights)  # raises where the length can not be known
         self._live[request.rid] = sequence
         self._enqueue(sequence)
         self._look_at_next_boundary()
@@ -130,22 +131,26 @@ class SimMachine:
         self._catch_up(now, inclusive=True)
         return not (self._running or self._prefilling or (count_waiting and len(self._queue)))
 
-    def set_weight_version(self, now: float, version: str) -> None:
-        """New weights from the next token on; running requests get a new span."""
+    def set_weight_version(self, now: float, version: str, weights: str | None = None) -> None:
+        """New weights from the next token on; running requests get a new span.
+
+        weights: where they are not what their label says (several owners of one label, or a load that went wrong).
+        """
         self._catch_up(now, inclusive=True)
-        if version == self.weight_version:
-            return
-        self.weight_version = version
-        for sequence in self._live.values():
+        weights = version if weights is None else weights
+        relabelled, changed = version != self.weight_version, weights != self.weights
+        self.weight_version, self.weights = version, weights
+        for sequence in self._live.values() if relabelled or changed else ():
             if sequence.writer is None:
                 continue
             produced = self._produced(sequence)
-            sequence.writer.switch_weights(version, produced, sequence.request.prompt)
-            if sequence.spans:
+            if changed:
+                sequence.writer.switch_weights(weights, produced, sequence.request.prompt)
+            if relabelled and sequence.spans:
                 if sequence.spans[-1][1] == produced:
                     sequence.spans.pop()
                 sequence.spans.append((version, produced))
-            if sequence.request.rid in self._running:
+            if changed and sequence.request.rid in self._running:
                 self._schedule_event(sequence)
 
     def set_slowdown(self, now: float, factor: float) -> None:
@@ -343,10 +348,10 @@ class SimMachine:
             cached = sequence.holding.shared_pages * self.config.page_size_tokens
             if not sequence.spans:
                 sequence.cached_tokens = cached
-                sequence.prompt_version = self.weight_version
+                sequence.prompt_version = self.weights
                 sequence.spans.append((self.weight_version, 0))
             if sequence.writer is None:
-                sequence.start_writing(self.config, self.weight_version)
+                sequence.start_writing(self.config, self.weights)
             hit += cached
             computed += sequence.request.prompt_tokens + sequence.produced - cached
         length = round(self._timing.prefill_seconds(computed, len(admitted)) * NANO)
@@ -444,7 +449,7 @@ class SimMachine:
         cut = SimRequest(request.rid, request.prompt[:4], request.sampling, request.stream)
         refused = Sequence(cut, 1)
         refused.writer = TokenWriter(
-            self.config.model, cut.prompt, replace(cut.sampling, max_new_tokens=1), self.weight_version
+            self.config.model, cut.prompt, replace(cut.sampling, max_new_tokens=1), self.weights
         )
         refused.writer.write_until(1)
         refused.writer.logprobs.clear()

@@ -92,9 +92,9 @@ def test_a_removed_engine_does_not_hold_up_the_others() -> None:
 def test_late_answers_of_calls_that_were_given_up_change_nothing() -> None:
     bench = Bench(engine())
     bench.publish(1)
-    late = bench.controls["e0"]
+    late = bench.controls.pop("e0")
     bench.do(JoinEngine(engine(incarnation="2")))
-    bench.controls.clear()
+    assert bench.out() is Verb.PAUSE, "the new process has to get it too"
     from rolloutd.scheduler.events import ControlEnded
 
     now_out = bench.engine("e0").control_id

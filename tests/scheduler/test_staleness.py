@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from rolloutd.scheduler.events import AttachConsumer
+from rolloutd.scheduler.spec import Quota
 from rolloutd.scheduler.states import Gate, Origin, TaskType
-from tests.scheduler.kit import CONSUMER, CRITICAL, RUN, Bench, engine, spec
+from tests.scheduler.kit import BACKGROUND, CONSUMER, CRITICAL, RUN, Bench, engine, spec
 
 
 def bounded(batch_samples: int = 4, max_staleness: int = 1) -> Bench:
@@ -145,3 +146,23 @@ def test_the_bound_can_be_changed_and_taken_away() -> None:
     finish(bench, *list(bench.live))
     bench.acknowledge(*(f"r{index}" for index in range(5)))
     bench.quiet()
+
+
+def test_samples_that_join_a_group_are_let_in_with_all_that_were_submitted_together() -> None:
+    bench = bounded(batch_samples=4, max_staleness=0)
+    bench.submit(spec("a"), spec("b", group_id="g"))
+    assert started(bench) == ["a", "b"]
+    finish(bench, "b")
+    bench.acknowledge("b")
+    bench.submit(spec("more", samples=4, group_id="g"))
+    assert not started(bench), "four beside one are more than four"
+    finish(bench, "a")
+    bench.acknowledge("a")
+    assert len(started(bench)) == 4
+
+
+def test_a_floor_is_not_kept_for_work_that_is_not_let_in() -> None:
+    bench = bounded(batch_samples=2, max_staleness=0)
+    bench.budget(max_rollouts=1, classes={CRITICAL: Quota(floor_rollouts=1)})
+    bench.submit(spec("first", rollout_class=BACKGROUND), spec("group", samples=2, rollout_class=CRITICAL))
+    assert started(bench) == ["first"]

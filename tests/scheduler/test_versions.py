@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from rolloutd.scheduler.actions import Finished
-from rolloutd.scheduler.events import AttachConsumer, DetachConsumer, JoinEngine
-from rolloutd.scheduler.states import Code, Gate, OnStale, Outcome, RolloutState, UpdateMode, Verb
+from rolloutd.scheduler.actions import Deliver, Finished, GroupFinished
+from rolloutd.scheduler.events import AttachConsumer, DetachConsumer, JoinEngine, SubmitRollouts
+from rolloutd.scheduler.states import Code, Gate, OnPreempt, OnStale, Outcome, RolloutState, UpdateMode, Verb
 from tests.scheduler.kit import CONSUMER, RUN, Bench, engine, engines, spec, unpack
+
+OTHER = "rank-1"
 
 
 def version_of(bench: Bench, rollout_id: str) -> list[int]:
@@ -227,6 +229,40 @@ def test_what_grew_too_old_before_it_was_fetched_is_withheld_or_flagged(on_stale
     bench.quiet()
 
 
+def test_a_group_is_not_complete_any_more_when_a_sample_grew_too_old() -> None:
+    bench = Bench(engine())
+    bench.configure(max_staleness=0)
+    bench.submit(spec("g", samples=2))
+    bench.tick()
+    bench.write("g/0", 1)
+    bench.tick()
+    bench.do(DetachConsumer(RUN, CONSUMER))
+    bench.finish("g/0")
+    bench.finish("g/1")
+    bench.published(1)
+    heard = [
+        one.event for one in bench.core.handle(AttachConsumer(RUN, CONSUMER), bench.now) if isinstance(one, Deliver)
+    ]
+    bench.core.check()
+    (group,) = (one for one in heard if isinstance(one, GroupFinished))
+    assert not group.complete and sorted(group.failed_rollout_ids) == ["g/0", "g/1"]
+
+
+def test_who_asks_again_gets_no_result_that_grew_too_old() -> None:
+    bench = Bench(engine())
+    bench.configure(max_staleness=0)
+    bench.run(spec("r"))
+    bench.do(DetachConsumer(RUN, CONSUMER))
+    bench.finish("r")
+    bench.published(1)
+    submission = SubmitRollouts(RUN, OTHER, (spec("r"),))
+    bench.core.handle(AttachConsumer(RUN, OTHER), bench.now)
+    heard = [one.event for one in bench.core.handle(submission, bench.now) if isinstance(one, Deliver)]
+    (again,) = (one.result for one in heard if isinstance(one, Finished))
+    assert again.outcome is Outcome.STALE and not again.token_bytes
+    bench.core.check()
+
+
 def test_a_rollout_that_is_too_old_for_the_next_version_leaves_its_engine_before() -> None:
     bench = Bench(engine())
     bench.configure(max_staleness=0)
@@ -282,6 +318,13 @@ def test_state_over_the_output_is_not_divided() -> None:
     bench = Bench(engine())
     bench.configure(slice_tokens=6)
     (one,) = bench.run(spec("r", sampling={"regex": "a*"}))
+    assert one.max_new_tokens == 16
+
+
+def test_what_starts_again_when_it_is_interrupted_is_not_divided() -> None:
+    bench = Bench(engine())
+    bench.configure(slice_tokens=6, on_preempt=OnPreempt.RESTART)
+    (one,) = bench.run(spec("r"))
     assert one.max_new_tokens == 16
 
 

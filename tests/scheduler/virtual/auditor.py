@@ -1,14 +1,17 @@
 """Watches a simulation and asserts, event by event, what must always hold.
 
-P1  an accepted rollout ends once; what is delivered is the engine's deterministic function of its prompt and seed, token by
-    token, whatever was interrupted, resumed or retried; a resumed attempt continues from exactly the tokens it was given
+P1  an accepted rollout ends once; what is delivered is, token by token, what the weights of the version that its span names
+    write at that place, whatever was interrupted, resumed, retried or published meanwhile; a resumed attempt continues from
+    exactly the tokens it was given
 P2  `Scheduler.check()` every `check_every` events; everything is 0 at quiesce
-P4  a prediction never exceeds what the engine's process has ever computed, nor the prompt less one token
+P4  a prediction never exceeds what the engine's process has ever computed with weights whose cache counts, nor the prompt
+    less one token
 P5  scores are finite; the caller checks that everything ends within a bound
 P6  attempt ids are fresh and 32 hex digits; an abort names an attempt that is live, on its engine
 P7  outcomes have their cause: see `_check_outcome`
 
-Ceilings of a budget are looked at by `ceilings`, floors by `floors`.
+Ceilings of a budget are looked at by `ceilings`, floors by `floors`, policy versions by `publications`, and how many samples
+are on their way by `windows`.
 
 What this module does not know: how events come about.
 """
@@ -20,7 +23,7 @@ from collections import Counter
 
 from rolloutd.bench.virtual import Simulation
 from rolloutd.bench.virtual_faults import FaultyEngine
-from rolloutd.engines.sim.tokens import Expected, Model, expected_output, score
+from rolloutd.engines.sim.tokens import Model, score
 from rolloutd.scheduler.actions import Abort, Action, Deliver, Dispatch, Finished, GroupFinished, Refuse
 from rolloutd.scheduler.config import SchedulerConfig
 from rolloutd.scheduler.events import (
@@ -36,14 +39,19 @@ from rolloutd.scheduler.events import (
     Tick,
 )
 from rolloutd.scheduler.intake import member_ids
-from rolloutd.scheduler.result import RolloutResult
+from rolloutd.scheduler.result import RolloutResult, Span
+from rolloutd.scheduler.rollout import Attempt
 from rolloutd.scheduler.spec import TOKEN_BYTES
 from rolloutd.scheduler.states import AbortReason, FaultKind, Outcome, RolloutState, TaskType
 from rolloutd.scheduler.timers import TimerKind
+from rolloutd.scheduler.versions import ANYTHING
 from rolloutd.scheduler.world import World
 from tests.scheduler.virtual.ceilings import Ceilings
 from tests.scheduler.virtual.floors import Floors
+from tests.scheduler.virtual.publications import Publications, gone, too_old, weights_of
 from tests.scheduler.virtual.watched import Key, Watched
+from tests.scheduler.virtual.windows import Windows
+from tests.scheduler.virtual.written import Writing
 
 HEX_DIGITS = frozenset("0123456789abcdef")
 ATTEMPT_ID_CHARS = 32
@@ -69,6 +77,8 @@ class Auditor:
         self._cancelling_runs: set[str] = set()  # cancel_on_disconnect at some time
         self._ceilings = Ceilings(simulation, world, config, self.counts)
         self._floors = Floors(world, self.watched, self.counts)
+        self.publications = Publications(simulation, world, self.counts)
+        self._windows = Windows(world, self.counts)
 
     def observe(self, event: Event, actions: list[Action]) -> None:
         """After every event."""
@@ -104,6 +114,8 @@ class Auditor:
                     assert len(actions) == 1, "a refused event did something else too"
         self._ceilings.observe()
         self._floors.observe(event, dispatched)
+        self.publications.observe(event, actions)
+        self._windows.observe(event, actions)
         if self.simulation.events_handled % self.check_every == 0:
             self.check()
 
@@ -172,53 +184,58 @@ class Auditor:
         watched = self.watched.get(key)
         assert watched is not None, f"{key} was delivered and never accepted"
         assert key not in self.acknowledged, f"{key} was delivered after its acknowledgement"
-        if watched.result is not None:
-            assert watched.result is result, f"{key} ended twice: {watched.result.outcome}, {result.outcome}"
+        before = watched.result
+        if before is not None and before is not result:
+            assert before.complete and result.stale, f"{key} ended twice: {before.outcome}, {result.outcome}"
+            self.counts["stale since it ended"] += 1
+        watched.result = result
+        if before is result:
             self.counts["redelivered"] += 1
             return
-        watched.result = result
         self.counts[result.outcome.name] += 1
         self._check_tokens(watched, result)
         self._check_outcome(watched, result)
+        self.publications.check_result(watched.rollout, result)
 
     def _check_tokens(self, watched: Watched, result: RolloutResult) -> None:
-        what = f"{result.rollout_id} ({result.outcome.name}; {watched.rollout.tell()})"
-        expected = self._expected(watched)
+        rollout = watched.rollout
+        what = f"{result.rollout_id} ({result.outcome.name}; {rollout.tell()})"
         got = memoryview(result.token_bytes).cast("I").tolist()
-        if result.outcome is Outcome.COMPLETED:
-            assert got == expected.tokens, f"{what}: {got}, expected {expected.tokens}"
-            full = len(got) == watched.rollout.max_new_tokens  # then nobody can tell an end token from the limit
-            assert full or result.finish_reason == expected.finish.kind, f"{what}: ended by {result.finish_reason}"
-        else:
-            assert got == expected.tokens[: len(got)], f"{what}: {got} is no part of {expected.tokens}"
+        if result.outcome is Outcome.STALE:
+            assert not got and not result.logprob_bytes and not result.prompt_logprob_bytes, f"{what}: has tokens"
+            return
         assert result.generated_tokens == len(got), what
-        if result.logprob_bytes:
-            logprobs = memoryview(result.logprob_bytes).cast("f").tolist()
-            assert logprobs == expected.logprobs[: len(got)], f"{what}: log-probs are not the tokens'"
         position = 0
+        replayed = result.task_type is TaskType.REPLAY
         for span in result.spans:
-            assert span.start == position and span.end > span.start, f"{what}: spans {result.spans}"
+            assert span.start == position and (span.end > span.start or replayed), f"{what}: spans {result.spans}"
+            label = str(span.policy_version) if span.policy_version else "default"
+            assert span.engine_version == label, (
+                f"{what}: version {span.policy_version} is called {span.engine_version}"
+            )
             position = span.end
         assert position == len(got), f"{what}: spans end at {position} of {len(got)}"
-        if result.task_type is TaskType.REPLAY and result.outcome is Outcome.COMPLETED:
-            scores = score(self.model, watched.rollout.spec.token_bytes).tolist()
-            assert memoryview(result.prompt_logprob_bytes).cast("f").tolist()[1:] == scores[1:], what
-
-    def _expected(self, watched: Watched) -> Expected:
-        if watched.expected is None:
-            rollout = watched.rollout
-            spec = rollout.spec
-            words = spec.sampling
-            watched.expected = expected_output(
-                spec.token_bytes,
-                rollout.max_new_tokens if spec.task_type is not TaskType.REPLAY else 0,
-                sampling_seed=spec.seeds[rollout.sample_index] if spec.seeds else None,
-                min_new_tokens=words.get("min_new_tokens", 0),
-                end_at_tokens=words.get("custom_params", {}).get("end_at_tokens"),
-                stop_token_ids=words.get("stop_token_ids", ()),
-                model=self.model,
+        written = Writing(self.model, rollout)
+        written.write((self._wrote(span, result.run_id), span.end) for span in result.spans)
+        assert got == written.tokens, f"{what}: {got}, expected {written.tokens}; {result.spans}"
+        if result.outcome is Outcome.COMPLETED:
+            full = len(got) == rollout.max_new_tokens  # then nobody can tell an end token from the limit
+            assert full or result.finish_reason == written.finish_reason, (
+                f"{what}: ended by {result.finish_reason}, expected {written.finish_reason}"
             )
-        return watched.expected
+        if result.logprob_bytes:
+            logprobs = memoryview(result.logprob_bytes).cast("f").tolist()
+            assert logprobs == written.logprobs, f"{what}: log-probs are not the tokens'"
+        if replayed and result.outcome is Outcome.COMPLETED:
+            (span,) = result.spans
+            scores = score(self.model, rollout.spec.token_bytes, self._wrote(span, result.run_id)).tolist()
+            assert memoryview(result.prompt_logprob_bytes).cast("f").tolist()[1:] == scores[1:], f"{what}: {span}"
+
+    def _wrote(self, span: Span, run_id: str) -> str:
+        """The weights that a span names."""
+        if span.policy_version:
+            return weights_of(run_id, span.policy_version)
+        return self.publications.registered[span.engine_id, span.engine_version]
 
     def _check_outcome(self, watched: Watched, result: RolloutResult) -> None:
         """P7: no outcome without its cause."""
@@ -242,6 +259,12 @@ class Auditor:
                 assert now >= rollout.ttl_at, what
             case Outcome.ENGINE_REFUSED:
                 assert watched.refused, what
+            case Outcome.VERSION_UNMET:
+                assert now >= rollout.ttl_at and (rollout.requirement is not ANYTHING or rollout.newest_version), what
+            case Outcome.VERSION_GONE:
+                assert gone(rollout), what
+            case Outcome.STALE:
+                assert too_old(rollout), what
             case Outcome.ENGINE_FAILED:
                 assert watched.faults >= limit, f"{what}: {watched.faults} faults of {limit}"
             case _:
@@ -287,24 +310,41 @@ class Auditor:
         partial = memoryview(action.token_bytes[len(prompt) :]).cast("I").tolist()
         if partial:
             self.counts["resumed"] += 1
-            expected = self._expected(watched).tokens
-            assert partial == expected[: len(partial)], (
-                f"{key}: resumed from {partial}, expected {expected}; {watched.rollout.tell()}"
+            rollout = watched.rollout
+            end = 0
+            spans = []
+            for piece, (engine_id, number) in zip(rollout.pieces, rollout.pieces_by, strict=True):
+                for version, (label, _, upto) in zip(piece.versions, piece.version_spans, strict=True):
+                    span = Span(version, label, end, end + upto, engine_id, number)
+                    spans.append((self._wrote(span, action.run_id), span.end))
+                end += len(piece.token_bytes) // TOKEN_BYTES
+            written = Writing(self.model, rollout)
+            written.write(spans)
+            assert partial == written.tokens, (
+                f"{key}: resumed from {partial}, expected {written.tokens}; {spans}; {rollout.tell()}"
             )
-            assert action.max_new_tokens == watched.rollout.max_new_tokens - len(partial), f"{key}: wrong rest"
+            rest = rollout.max_new_tokens - len(partial)
+            sliced = rollout.run.settings.slice_tokens
+            assert action.max_new_tokens in (rest, min(rest, sliced)), f"{key}: wrong rest"
         attempt = self.world.attempts[action.attempt_id]
-        predicted = attempt.predicted_tokens
-        assert 0 <= predicted < max(1, len(action.token_bytes) // TOKEN_BYTES), f"{key}: predicted {predicted}"
-        engine = self.simulation.engines.get(action.engine_id)
-        if (
-            predicted
-            and isinstance(engine, FaultyEngine)
-            and engine.facts.incarnation == attempt.engine.facts.incarnation
-        ):
-            held = engine.inner.could_hold_tokens(action.token_bytes)
-            assert predicted <= held, f"{key}: {predicted} tokens predicted, {action.engine_id} computed {held}"
-            self.counts["predicted hits"] += 1
+        self._check_prediction(action, attempt)
         self._check_scores()
+
+    def _check_prediction(self, action: Dispatch, attempt: Attempt) -> None:
+        predicted = attempt.predicted_tokens
+        what = f"{action.rollout_id}: {predicted} tokens predicted on {action.engine_id}"
+        assert 0 <= predicted < max(1, len(action.token_bytes) // TOKEN_BYTES), what
+        real = self.simulation.engines.get(action.engine_id)
+        known = attempt.engine
+        if predicted and isinstance(real, FaultyEngine) and real.facts.incarnation == known.facts.incarnation:
+            settings = attempt.rollout.run.settings
+            oldest = max(known.cache_since, known.version - (settings.prefix_ttl_versions or 0))
+            held = max(
+                real.inner.could_hold_tokens(weights, action.token_bytes)
+                for weights in self.publications.cached_by(known, action.run_id, oldest)
+            )
+            assert predicted <= held, f"{what}, it computed {held} with versions {oldest} to {known.version}"
+            self.counts["predicted hits"] += 1
 
     def _check_scores(self) -> None:
         decision = self.world.decisions[-1]
@@ -330,6 +370,7 @@ class Auditor:
         self.check()
         for key, watched in self.watched.items():
             assert watched.result is not None, f"{key} was never delivered; {watched.rollout.tell()}"
+        self.publications.check_quiet()
         world = self.world
         figures = self.simulation.scheduler.statistics()
         assert not world.attempts and not figures.running and not figures.held and not figures.queued, figures

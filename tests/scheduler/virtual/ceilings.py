@@ -3,7 +3,8 @@
 Ceilings, with G = `budget.shrink_seconds`, at every event, from what the engines really run and hold:
     running rollouts and KV tokens of a run <= the largest of the limits in force during the last G seconds
     a class or task ceiling is not exceeded for longer than G without a break (a promotion may put a class over its limit)
-  Not counted: engines that left an abort unheard or were made slow within the last G, and attempts that the core gave up on
+  Not counted: engines that left an abort unheard or were made slow within the last G (as real ones do while they are paused in
+  place or load weights), and attempts that the core gave up on
   after such silence (an engine that does not answer can not be made to obey); and, for KV, engines that lose progress
   reports (an attempt whose tokens nobody reports can not be accounted for). A KV limit may be exceeded by one page per running
   attempt: claims are whole pages, and a shared page counts for each.

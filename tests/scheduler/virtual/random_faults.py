@@ -85,5 +85,12 @@ class RandomFaults:
 
     def _mend(self, engine: FaultyEngine) -> None:
         if not engine.down:
-            engine.heal(self.simulation.now)
-            self.simulation.add_engine(engine)
+            self.bring_back(engine)
+
+    def bring_back(self, engine: FaultyEngine) -> None:
+        """Without faults; as a new process where the scheduler has forgotten that its weights are not to be relied on."""
+        forgotten = engine.facts.engine_id not in self.simulation.scheduler._world.engines
+        if engine.down or (forgotten and (engine.inner.spoilt or self.rng.random() < 0.5)):
+            engine.restart(self.simulation.now)
+        engine.heal(self.simulation.now)
+        self.simulation.add_engine(engine)

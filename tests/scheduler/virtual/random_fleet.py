@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from rolloutd.bench.virtual_control import ControlTiming
 from rolloutd.bench.virtual_engine import SimEngine
 from rolloutd.bench.virtual_faults import FaultyEngine
 from rolloutd.engines.sim.config import MachineConfig
@@ -15,6 +16,7 @@ from rolloutd.scheduler.config import (
     IndexSettings,
     PolicySettings,
     PreemptSettings,
+    PublishSettings,
     QueueSettings,
     SchedulerConfig,
 )
@@ -33,11 +35,12 @@ SHRINK_SECONDS = {1.0: 0.4, 3.0: 1.0, 10.0: 3.3}
 MODEL = Model(vocabulary_size=VOCABULARY, mean_output_tokens=40)
 
 
-def random_settings(rng: random.Random, slowdown: float) -> SchedulerConfig:
-    """`slowdown`: how slow the engines are; a key of `SHRINK_SECONDS`."""
+def random_settings(rng: random.Random, slowdown: float, shared: bool) -> SchedulerConfig:
+    """slowdown: how slow the engines are; a key of `SHRINK_SECONDS`. shared: one run may take all engines from the other."""
     return SchedulerConfig(
         queue=QueueSettings(
             max_batch_size=rng.choice([2, 8, 32]),
+            queue_ttl_seconds=20.0 if shared else 3600.0,
             aging_seconds=rng.choice([2.0, 60.0]),
             overdue_seconds=rng.choice([2.0, 300.0]),
             overdue_turn=rng.choice([2, 8]),
@@ -74,6 +77,13 @@ def random_settings(rng: random.Random, slowdown: float) -> SchedulerConfig:
             busy_seconds=0.25,
             abort_seconds=rng.choice([1.0, 3.0]),
         ),
+        publish=PublishSettings(
+            clear_seconds=rng.choice([0.5, 3.0]),
+            call_seconds=rng.choice([1.5, 4.0]),
+            push_seconds=2.0,
+            retry_seconds=0.1,
+            flush_tries=rng.choice([2, 10]),
+        ),
         index=IndexSettings(
             max_bytes=rng.choice([1 << 14, 1 << 20]),
             page_tokens=rng.choice([1, 4, 16]),
@@ -82,7 +92,8 @@ def random_settings(rng: random.Random, slowdown: float) -> SchedulerConfig:
     )
 
 
-def random_engine(rng: random.Random, number: int, slowdown: float) -> FaultyEngine:
+def random_engine(rng: random.Random, number: int, slowdown: float, run_id: str = "") -> FaultyEngine:
+    """run_id: whose it is; empty: the first's that publishes to it."""
     config = MachineConfig(
         slots=rng.randint(1, 8),
         kv_tokens=rng.choice([SMALLEST_KV, 400, 2_000]),
@@ -102,6 +113,12 @@ def random_engine(rng: random.Random, number: int, slowdown: float) -> FaultyEng
     name = f"engine-{number}"
     weighs = rng.random() < 0.7
     pool = "reward" if number == 3 else "policy"
+    control = ControlTiming(
+        call_seconds=rng.choice([0.0, 0.001, 0.05]),
+        load_seconds=rng.choice([0.02, 0.3, 1.0]),
+        pause_poll_seconds=rng.choice([0.1, 1.0]),
+    )
+    hang_up_seconds = rng.choice([0.7, 2.0])
 
     def make(incarnation: str) -> SimEngine:
         return SimEngine(
@@ -109,6 +126,9 @@ def random_engine(rng: random.Random, number: int, slowdown: float) -> FaultyEng
             config,
             incarnation=incarnation,
             pool=pool,
+            run_id=run_id,
+            control=control,
+            hang_up_seconds=hang_up_seconds,
             kv_cache_bytes=config.capacity_tokens << 12 if weighs else 0,
             remember_prefixes=True,
         )

@@ -9,11 +9,13 @@ import numpy as np
 from rolloutd.scheduler.spec import TOKEN_BYTES, RolloutSpec
 from rolloutd.scheduler.states import OnPreempt, Origin, RolloutClass, TaskType
 from tests.scheduler.virtual.random_fleet import LONGEST_OUTPUT, LONGEST_PROMPT, VOCABULARY
+from tests.scheduler.virtual.random_publishing import RandomPublishing
 
 
 class RandomWork:
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, publishing: RandomPublishing) -> None:
         self.rng = rng
+        self.publishing = publishing
         self.submitted: list[tuple[str, str]] = []  # (run id, rollout id)
         self.stems = [self._tokens(rng.randint(8, 48)) for _ in range(3)]
         self.prompts: list[bytes] = []
@@ -80,4 +82,26 @@ class RandomWork:
             max_new_tokens=output,
             sampling=sampling,
             logprobs=rng.random() < 0.3,
+            **self._versions(run_id, pool),
         )
+
+    def _versions(self, run_id: str, pool: str) -> dict[str, int]:
+        """What it asks of the versions that write it; mostly nothing."""
+        rng = self.rng
+        wanted: dict[str, int] = {}
+        newest = self.publishing.newest.get((run_id, pool), 0)
+        if rng.random() < 0.7:
+            return wanted
+        ahead = 1 if self.publishing.active else 0
+        match rng.choice(["min", "exact", "staleness", "span", "span"]):
+            case "min":
+                wanted["min_version"] = max(0, newest + rng.choice([-1, 0, ahead]))
+            case "exact":
+                wanted["exact_version"] = max(0, newest + rng.choice([-1, 0, 0, ahead]))
+            case "staleness":
+                wanted["max_staleness"] = rng.choice([0, 1])
+            case "span":
+                wanted["max_partial_span"] = rng.choice([0, 0, 1])
+        if pool == "policy":
+            self.publishing.wanted[run_id] = max(self.publishing.wanted[run_id], *wanted.values())
+        return wanted

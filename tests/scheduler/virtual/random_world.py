@@ -5,6 +5,9 @@ cancels, updates, budgets set, shrunk, leased and zeroed, trainer states, engine
 consumers disconnecting and taking over. Then everything heals under a small but sufficient budget, and all that was accepted
 must end within `_bound_seconds` (P5), be delivered, acknowledged, and leave nothing behind.
 
+Most worlds also publish policy versions all the time (`random_publishing`), with rollouts that ask for some, and trainers that
+want their engines' memory.
+
 Replay one: `python -m tests.scheduler.virtual.random_world SEED` prints its events.
 
 What this module does not know: what must hold (`auditor`), and what the drawn settings, work, budgets and faults look like
@@ -19,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from rolloutd.bench.virtual import Simulation
+from rolloutd.scheduler import updating
 from rolloutd.scheduler.actions import Action
 from rolloutd.scheduler.events import (
     CancelRollouts,
@@ -37,7 +41,7 @@ from rolloutd.scheduler.events import (
 from rolloutd.scheduler.machine import Scheduler
 from rolloutd.scheduler.result import RolloutResult
 from rolloutd.scheduler.spec import RolloutUpdate, RunSettings, StepReport, Weights
-from rolloutd.scheduler.states import OnPreempt, RolloutClass, TrainerState
+from rolloutd.scheduler.states import OnPreempt, OnStale, ReleaseMemory, RolloutClass, TrainerState
 from tests.scheduler.virtual.auditor import Auditor
 from tests.scheduler.virtual.consumer import Consumer
 from tests.scheduler.virtual.random_budgets import random_budget, sufficient_budget
@@ -51,6 +55,7 @@ from tests.scheduler.virtual.random_fleet import (
     random_engine,
     random_settings,
 )
+from tests.scheduler.virtual.random_publishing import RandomPublishing
 from tests.scheduler.virtual.random_work import RandomWork
 
 
@@ -61,7 +66,9 @@ class RandomWorld:
         self.rng = rng = random.Random(seed)
         self.seed = seed
         self.slowdown = rng.choice(list(SHRINK_SECONDS))
-        self.config = random_settings(rng, self.slowdown)
+        self.runs = [f"run-{number}" for number in range(rng.choice([1, 1, 2]))]
+        publishes = rng.random() < 0.7
+        self.config = random_settings(rng, self.slowdown, shared=len(self.runs) > 1)
         scheduler = Scheduler(self.config, random.Random(seed + 1), 0.0)
         self.simulation = Simulation(
             scheduler,
@@ -73,8 +80,11 @@ class RandomWorld:
         self.simulation.observers.append(self.auditor.observe)
         if observe is not None:
             self.simulation.observers.append(observe)
-        self.engines = [random_engine(rng, number, self.slowdown) for number in range(rng.randint(1, 4))]
-        self.runs = [f"run-{number}" for number in range(rng.choice([1, 1, 2]))]
+        owned = rng.random() < 0.5
+        self.engines = [
+            random_engine(rng, number, self.slowdown, rng.choice(self.runs) if owned else "")
+            for number in range(rng.randint(1, 4))
+        ]
         self.consumers = [
             Consumer(rng, self.simulation, self.auditor, run_id, f"trainer-{number}", self._note_turn)
             for run_id in self.runs
@@ -83,7 +93,13 @@ class RandomWorld:
         self.horizon_seconds = rng.uniform(2.5, 9.0)
         self.rollouts = rng.randint(4, 22)
         self.steps = dict.fromkeys(self.runs, 0)
-        self.work = RandomWork(rng)
+        self.publishing = RandomPublishing(
+            rng, self.simulation, self.engines, self.runs, self.auditor.counts, publishes
+        )
+        # Who gives up weights has to publish them again.
+        self._memory = list(ReleaseMemory) if publishes else [ReleaseMemory.NOTHING, ReleaseMemory.KV_CACHE]
+        self.work = RandomWork(rng, self.publishing)
+        self.bounds = {run_id: self._random_bounds() for run_id in self.runs}
         self.faults = RandomFaults(rng, self.simulation, self.engines, self.auditor.counts)
         self.ended_runs: set[str] = set()
 
@@ -100,6 +116,9 @@ class RandomWorld:
                 self.simulation.add_engine(engine)
         for consumer in self.consumers:
             consumer.connect()
+        for run_id in self.runs:
+            if rng.random() < 0.5:
+                self.send(ConfigureRun(run_id, self._settings(run_id)))
         moments = [rng.uniform(0.0, self.horizon_seconds) for _ in range(self.rollouts // 2)]
         moments += [0.0] * rng.randint(0, 4)  # a burst at the start
         for moment in moments:
@@ -114,6 +133,8 @@ class RandomWorld:
             self._run,
             self.faults.strike,
         ]
+        if self.publishing.active:
+            acts += [self.publishing.publish] * 4 + [self.publishing.misdo] * 2
         for _ in range(rng.randint(2, 24)):
             self.simulation.at(rng.uniform(0.0, self.horizon_seconds), rng.choice(acts))
         self.simulation.run(self.horizon_seconds)
@@ -138,6 +159,10 @@ class RandomWorld:
 
     def _settled(self) -> bool:
         world = self.auditor.world
+        if not self.auditor.publications.at_rest() or any(
+            engine.memory is not None for engine in world.engines.values()
+        ):
+            return False
         if world.attempts or any(run.unfinished or run.undelivered_bytes or run.groups for run in world.runs.values()):
             return False
         return not self.auditor.unfinished()
@@ -156,15 +181,24 @@ class RandomWorld:
         pending = (
             config.executor.timeout_seconds + config.executor.abort_seconds + config.executor.breaker_seconds + 10.0
         )
+        publish = config.publish
+        calls = publish.flush_tries + updating.MOST_RESUMES + 4
+        update = (
+            publish.push_seconds
+            + 2 * publish.clear_seconds
+            + config.executor.abort_seconds
+            + calls * publish.call_seconds
+        )
+        queued = sum(
+            len(lineage.queue) + 2 for run in self.auditor.world.runs.values() for lineage in run.lineages.values()
+        )
+        pending += queued * len(self.engines) * update + config.queue.queue_ttl_seconds % 3600.0
         return pending + (len(self.auditor.unfinished()) + 1) * (tries * once + waits)
 
     def _heal(self) -> None:
         rng = self.rng
         for engine in self.engines:
-            if engine.down:
-                engine.restart(self.simulation.now)
-            engine.heal(self.simulation.now)
-            self.simulation.add_engine(engine)
+            self.faults.bring_back(engine)
             self.send(EngineReadiness(engine.facts.engine_id, True))
         for consumer in self.consumers:
             consumer.ack_delay_seconds = min(consumer.ack_delay_seconds, 0.5)
@@ -173,9 +207,16 @@ class RandomWorld:
             if run_id not in self.auditor.world.runs:
                 continue
             self.send(ResumeRun(run_id))
-            state = rng.choice([TrainerState.UNKNOWN, TrainerState.TRAINING, TrainerState.WAITING])
+            states = [TrainerState.UNKNOWN, TrainerState.WAITING]
+            run = self.auditor.world.runs[run_id]
+            if run.settings.release_memory is ReleaseMemory.NOTHING:
+                states.append(TrainerState.TRAINING)
+            state = rng.choice(states)
             self.send(ReportStep(run_id, StepReport(self.steps[run_id], state)))
             self.send(SetBudget(run_id, sufficient_budget(rng)))
+            if self.publishing.active:
+                self.publishing.heal(run_id, "policy")
+                self.publishing.heal(run_id, "reward")
 
     def _note_turn(self, result: RolloutResult) -> None:
         prompt = self.auditor.watched[result.run_id, result.rollout_id].rollout.spec.token_bytes
@@ -258,22 +299,39 @@ class RandomWorld:
             self.send(PauseRun(run_id))
             self.simulation.at(self.simulation.now + rng.uniform(0.1, 3.0), lambda: self._ignore(ResumeRun(run_id)))
         elif kind < 0.9:
-            settings = RunSettings(
-                weights=Weights(
-                    prefix=rng.choice([None, 0.0, 2.0]), waiting=rng.choice([None, 0.0]), cost=rng.choice([None, 3.0])
-                ),
-                fairness_weight=rng.choice([0.5, 1.0, 4.0]),
-                floor_rollouts=rng.choice([0, 1, 3]),
-                default_class=rng.choice(list(RolloutClass)),
-                on_preempt=rng.choice(list(OnPreempt)),
-                target_mix=rng.choice([{}, {"a": 3.0, "b": 1.0}]),
-                cancel_on_disconnect=rng.random() < 0.3,
-                disconnect_grace_seconds=rng.choice([0.0, 1.0]),
-                max_undelivered_bytes=rng.choice([0, 0, 2_000]),
-            )
-            self.send(ConfigureRun(run_id, settings))
+            self.send(ConfigureRun(run_id, self._settings(run_id)))
         else:
             self.send(EndRun(run_id))
+
+    def _settings(self, run_id: str) -> RunSettings:
+        rng = self.rng
+        if rng.random() < 0.1:
+            self.bounds[run_id] = self._random_bounds()
+        max_staleness, batch_samples = self.bounds[run_id]
+        return RunSettings(
+            weights=Weights(
+                prefix=rng.choice([None, 0.0, 2.0]), waiting=rng.choice([None, 0.0]), cost=rng.choice([None, 3.0])
+            ),
+            fairness_weight=rng.choice([0.5, 1.0, 4.0]),
+            floor_rollouts=rng.choice([0, 1, 3]),
+            default_class=rng.choice(list(RolloutClass)),
+            on_preempt=rng.choice(list(OnPreempt)),
+            target_mix=rng.choice([{}, {"a": 3.0, "b": 1.0}]),
+            cancel_on_disconnect=rng.random() < 0.3,
+            disconnect_grace_seconds=rng.choice([0.0, 1.0]),
+            max_undelivered_bytes=rng.choice([0, 0, 2_000]),
+            max_staleness=max_staleness,
+            batch_samples=batch_samples,
+            max_partial_span=rng.choice([None, None, 0, 1]),
+            on_stale=rng.choice(list(OnStale)),
+            slice_tokens=rng.choice([0, 0, 8, 40]),
+            prefix_ttl_versions=rng.choice([None, 0, 2]),
+            release_memory=rng.choice([*self._memory, *[ReleaseMemory.NOTHING] * 3]),
+        )
+
+    def _random_bounds(self) -> tuple[int | None, int]:
+        """max_staleness and batch_samples of a run."""
+        return self.rng.choice([(None, 0), (None, 0), (2, 0), (0, 4), (1, 2), (1, 8)])
 
     def _ignore(self, event: Event) -> None:
         self.send(event)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from rolloutd.engines.sim.tokens import Expected
 from rolloutd.scheduler.result import RolloutResult
 from rolloutd.scheduler.rollout import Rollout
 
@@ -17,7 +16,6 @@ class Watched:
         "busy",
         "cancelled",
         "deadline_abort",
-        "expected",
         "faults",
         "refused",
         "result",
@@ -27,7 +25,6 @@ class Watched:
     def __init__(self, rollout: Rollout, accepted_at: float) -> None:
         self.rollout = rollout
         self.accepted_at = accepted_at
-        self.expected: Expected | None = None
         self.result: RolloutResult | None = None
         self.faults = 0  # attempts that an engine broke, left silent or aborted by itself
         self.busy = 0

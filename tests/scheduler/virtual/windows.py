@@ -1,0 +1,97 @@
+"""Asserts that no more samples are on their way than staleness allows: see `rolloutd.scheduler.staleness`.
+
+Derived from what is dispatched and acknowledged, not from the scheduler's own counters. When a group (or a rollout without one)
+is started for the first time, its members and those of all others that were started and whose samples are neither taken nor
+lost are no more than (max_staleness + 1) x batch_samples; unless there are no others. Of another group at most the samples count
+that its first submission announced: what joins it later is let in with it.
+
+What this module does not know: who should be let in first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rolloutd.scheduler import staleness
+from rolloutd.scheduler.actions import Action, Dispatch
+from rolloutd.scheduler.events import ConfigureRun, Event, SubmitRollouts
+from rolloutd.scheduler.group import Group
+from rolloutd.scheduler.intake import member_ids
+from rolloutd.scheduler.rollout import Rollout
+from rolloutd.scheduler.run import Run
+from rolloutd.scheduler.states import RolloutState
+from rolloutd.scheduler.world import World
+
+
+class Windows:
+    def __init__(self, world: World, counts: Counter[str]) -> None:
+        self.world = world
+        self.counts = counts
+        self._started: dict[
+            str, dict[str, tuple[set[str], int]]
+        ] = {}  # run -> group -> members at its start, announced
+        self._announced: dict[Group, int] = {}
+        self._epochs: dict[Run, int] = {}
+        self._capacity: dict[Run, int] = {}  # the largest since the bound is in force
+
+    def observe(self, event: Event, actions: list[Action]) -> None:
+        """After every event."""
+        if isinstance(event, ConfigureRun) and event.run_id in self.world.runs:
+            self._configured(self.world.runs[event.run_id])
+        if isinstance(event, SubmitRollouts):
+            self._submitted(event)
+        for action in actions:
+            if isinstance(action, Dispatch) and self.world.runs[action.run_id] in self._capacity:
+                self._check(self.world.attempts[action.attempt_id].rollout)
+
+    def _configured(self, run: Run) -> None:
+        settings = run.settings
+        if settings.max_staleness is None or not settings.batch_samples:
+            self._capacity.pop(run, None)
+            self._started.pop(run, None)
+            return
+        capacity = (settings.max_staleness + 1) * settings.batch_samples
+        if run not in self._capacity and any(not r.in_window or r.attempts for r in run.rollouts.values()):
+            return  # what ran before the bound came into force is not counted
+        self._capacity[run] = max(capacity, self._capacity.get(run, 0))
+
+    def _submitted(self, event: SubmitRollouts) -> None:
+        run = self.world.runs.get(event.run_id)
+        for spec in event.specs if run is not None else ():
+            rollout = run.rollouts.get(member_ids(spec)[0])
+            if rollout is not None and rollout.group is not None:
+                self._announced.setdefault(rollout.group, max(spec.samples, spec.group_size))
+
+    def _check(self, rollout: Rollout) -> None:
+        run = rollout.run
+        if not staleness.bound(rollout):
+            return
+        if self._epochs.setdefault(run, run.epoch) != run.epoch:  # a new trainer does not take the old one's samples
+            self._epochs[run] = run.epoch
+            self._started.pop(run, None)
+        started = self._started.setdefault(run, {})
+        key = rollout.group.group_id if rollout.group is not None else f"/{rollout.rollout_id}"
+        others = 0
+        for name, (members, announced) in list(started.items()):
+            left = sum(self._on_its_way(run, member) for member in members)
+            if left:
+                others += min(left, announced) if name != key else 0
+            else:
+                del started[name]
+        if key in started:
+            return
+        mine = set(rollout.group.members) if rollout.group is not None else {rollout.rollout_id}
+        started[key] = (mine, 1 if rollout.group is None else self._announced[rollout.group])
+        self.counts["samples let in"] += 1
+        count = sum(self._on_its_way(run, member) for member in mine)
+        capacity = self._capacity[run]
+        assert not others or others + count <= capacity, (
+            f"{run.run_id}: {count} samples of {key} were started beside {others}; {capacity} may be on their way"
+        )
+
+    @staticmethod
+    def _on_its_way(run: Run, rollout_id: str) -> bool:
+        rollout = run.rollouts.get(rollout_id)
+        if rollout is None or not staleness.bound(rollout):
+            return False
+        return rollout.state is not RolloutState.FINISHED or (rollout.result is not None and rollout.result.complete)
