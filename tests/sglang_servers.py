@@ -25,6 +25,7 @@ import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -40,13 +41,20 @@ _POLL_SECONDS = 0.25
 _STOP_SECONDS = 10.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SGLangServer:
     """One running server. `log` is its combined output."""
 
     url: str
     process: subprocess.Popen[bytes]
     log: Path
+    command: list[str]
+
+    def start_again(self) -> None:
+        """Start it anew, on the port that it had, after it has ended; `wait_ready` next."""
+        self.process.wait(_STOP_SECONDS)
+        with self.log.open("ab") as log:
+            self.process = _start(self.command, log)
 
     def log_tail(self) -> str:
         return self.log.read_text(errors="replace")[-3000:]
@@ -89,25 +97,24 @@ def _free_port() -> int:
 def start_server(folder: Path, flags: tuple[str, ...] = ()) -> SGLangServer:
     """Start one server and return at once; `wait_ready` next. Its caller stops it."""
     port = _free_port()
+    command = [
+        str(RECIPE / "serve.sh"),
+        str(folder),
+        str(port),
+        "--max-running-requests",
+        str(MAX_RUNNING_ROLLOUTS),
+        *flags,
+    ]
     handle, name = tempfile.mkstemp(prefix=f"sglang-{port}-", suffix=".log")
     with os.fdopen(handle, "wb") as log:
-        process = subprocess.Popen(
-            dying(
-                [
-                    str(RECIPE / "serve.sh"),
-                    str(folder),
-                    str(port),
-                    "--max-running-requests",
-                    str(MAX_RUNNING_ROLLOUTS),
-                    *flags,
-                ]
-            ),
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    return SGLangServer(f"http://127.0.0.1:{port}", process, Path(name))
+        process = _start(command, log)
+    return SGLangServer(f"http://127.0.0.1:{port}", process, Path(name), command)
+
+
+def _start(command: list[str], log: IO[bytes]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        dying(command), stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+    )
 
 
 def _publishing() -> tuple[str, ...]:

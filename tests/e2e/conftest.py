@@ -18,6 +18,7 @@ from tests.e2e.engine_http import EngineHttp
 from tests.e2e.engine_tap import EngineTap
 from tests.e2e.processes import Rolloutd, SimEngine
 from tests.e2e.published import PublishRig, restore
+from tests.e2e.redecode import Transformers
 from tests.sglang_servers import SGLangServer, shared_servers
 
 REGISTERED_SECONDS = 60.0
@@ -85,15 +86,26 @@ async def real(sglang_engines: list[EngineHttp], started: list[Rolloutd]) -> Rig
     return Rig(server, sglang_engines)
 
 
+@pytest.fixture(scope="session")
+def transformers(sglang_servers: list[SGLangServer]) -> Iterator[Transformers]:
+    with Transformers() as reference:
+        yield reference
+
+
 @pytest_asyncio.fixture
-async def publishing(sglang_engines: list[EngineHttp], started: list[Rolloutd]) -> AsyncIterator[PublishRig]:
+async def publishing(
+    sglang_servers: list[SGLangServer],
+    transformers: Transformers,
+    sglang_engines: list[EngineHttp],
+    started: list[Rolloutd],
+) -> AsyncIterator[PublishRig]:
     """As `real`, with a tap before each engine; at the end the servers have the weights again that they came with."""
     async with EngineTap(sglang_engines[0].url) as first, EngineTap(sglang_engines[1].url) as second:
         server = Rolloutd([first.url, second.url])
         started.append(server)
         server.start()
         await engines_ready(server.target, 2)
-        yield PublishRig(server, [first, second], sglang_engines)
+        yield PublishRig(server, [first, second], sglang_engines, sglang_servers, transformers)
         server.discard()
     for engine in sglang_engines:
         await restore(engine)

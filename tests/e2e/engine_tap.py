@@ -10,7 +10,9 @@ What this module does not know: rollouts, and whether what it heard is right.
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +93,9 @@ class EngineTap:
         self.engine_url = engine_url
         self.generations: list[Generation] = []
         self.orders: list[Order] = []
+        # Called when an order was answered, before its answer is passed on, and when the engine cut a connection, before we do.
+        self.on_answer: Callable[[Order], Awaitable[None]] = _nothing
+        self.on_cut: Callable[[str], None] = lambda path: None
 
     async def __aenter__(self) -> EngineTap:
         self._session = aiohttp.ClientSession(
@@ -130,20 +135,32 @@ class EngineTap:
             self.orders.append(order)
         headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP}
         url = self.engine_url + request.path_qs
-        async with self._session.request(request.method, url, data=body, headers=headers) as answer:
-            kept = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP}
-            response = web.StreamResponse(status=answer.status, headers=kept)
-            await response.prepare(request)
-            rest = b""
-            async for chunk in answer.content.iter_any():
-                rest += chunk
-                if generation is not None and answer.status == 200:
-                    rest = _take_frames(generation, rest)
-                await response.write(chunk)
-            if order is not None:
-                order.answered_at, order.status, order.answer = time.monotonic(), answer.status, rest.decode()
-            await response.write_eof()
-            return response
+        try:
+            async with self._session.request(request.method, url, data=body, headers=headers) as answer:
+                kept = {name: value for name, value in answer.headers.items() if name.lower() not in HOP_BY_HOP}
+                response = web.StreamResponse(status=answer.status, headers=kept)
+                await response.prepare(request)
+                if order is not None:
+                    order.answer = await answer.text()
+                    order.answered_at, order.status = time.monotonic(), answer.status
+                    await self.on_answer(order)
+                    await response.write(order.answer.encode())
+                rest = b""
+                async for chunk in answer.content.iter_any():
+                    if generation is not None and answer.status == 200:
+                        rest = _take_frames(generation, rest + chunk)
+                    await response.write(chunk)
+                await response.write_eof()
+                return response
+        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
+            self.on_cut(request.path)
+            if request.transport is not None:
+                request.transport.abort()
+            raise asyncio.CancelledError from None
+
+
+async def _nothing(order: Order) -> None:
+    pass
 
 
 def _take_frames(generation: Generation, received: bytes) -> bytes:

@@ -10,7 +10,8 @@ from rolloutd.client import Client, connect
 from tests.e2e.engine_http import EngineHttp
 from tests.e2e.engine_tap import EngineTap
 from tests.e2e.processes import Rolloutd
-from tests.sglang_servers import environment
+from tests.e2e.redecode import Transformers
+from tests.sglang_servers import SGLangServer, environment
 
 
 def checkpoint(version: int) -> Path:
@@ -38,6 +39,8 @@ class PublishRig:
     server: Rolloutd
     taps: list[EngineTap]
     engines: list[EngineHttp]
+    processes: list[SGLangServer]
+    transformers: Transformers
 
     def client(self, consumer: str = "trainer", *, auto_acknowledge: bool = True) -> Client:
         return connect(self.server.target, run="run", consumer=consumer, auto_acknowledge=auto_acknowledge)

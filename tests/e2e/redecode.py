@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +21,14 @@ import numpy.typing as npt
 
 from rolloutd.client import RolloutResult
 from rolloutd.client.results import Span
-from tests.e2e.engine_http import EngineHttp
+from tests.dying import dying
+from tests.e2e.engine_http import NEAR_TIE, EngineHttp
 from tests.sglang_servers import environment
 
 WORKER = Path(__file__).with_name("reference_decoding.py")
 REQUESTS_AT_ONCE = 32
+# Float32 on both sides, sums in another order.
+LOGPROB_ERROR = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +70,34 @@ class Reference:
     logprobs: npt.NDArray[np.float64]
 
 
-async def by_transformers(
-    results: Sequence[Sequence[Part]], checkpoints: Mapping[int, Path], *, all_fresh: bool = False
-) -> list[Reference]:
-    """One reference per result. `checkpoints` by version. all_fresh: as if every span had followed a prefill."""
-    job = {
-        "checkpoints": {path.name: str(path) for path in checkpoints.values()},
-        "sequences": [
+class Transformers:
+    """The process of `reference_decoding.py`. Use as `with`."""
+
+    def __enter__(self) -> Transformers:
+        self._process = subprocess.Popen(
+            dying([str(environment() / "venv" / "bin" / "python"), str(WORKER)]),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    async def decode(
+        self, results: Sequence[Sequence[Part]], checkpoints: Mapping[int, Path], *, all_fresh: bool = False
+    ) -> list[Reference]:
+        """One reference per result. `checkpoints` by version. all_fresh: as if every span had followed a prefill."""
+        job = [
             {
                 "prompt": parts[0].prompt,
                 "output": parts[0].tokens,
                 "parts": [
                     (
-                        checkpoints[part.span.policy_version].name,
+                        str(checkpoints[part.span.policy_version]),
                         part.span.start,
                         part.span.end,
                         part.fresh or all_fresh,
@@ -86,20 +106,31 @@ async def by_transformers(
                 ],
             }
             for parts in results
-        ],
-    }
-    process = await asyncio.create_subprocess_exec(
-        str(environment() / "venv" / "bin" / "python"), str(WORKER),
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-    )  # fmt: skip
-    try:
-        answer, complaint = await process.communicate(json.dumps(job).encode())
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    assert process.returncode == 0, complaint.decode()
-    return [Reference(np.array(one["leads"]), np.array(one["logprobs"])) for one in json.loads(answer)]
+        ]
+        answer = await asyncio.to_thread(self._ask, json.dumps(job).encode())
+        return [Reference(np.array(one["leads"]), np.array(one["logprobs"])) for one in json.loads(answer)]
+
+    def _ask(self, job: bytes) -> bytes:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(job + b"\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        assert answer, f"the reference ended with {self._process.wait()}"
+        return answer
+
+
+def check_greedy(results: Sequence[RolloutResult], references: Sequence[Reference]) -> int:
+    """AssertionError unless each token is the greedy one and has its log-prob; returns near ties."""
+    ties = 0
+    for result, reference in zip(results, references, strict=True):
+        wrong = np.flatnonzero(reference.leads <= -NEAR_TIE)
+        assert not len(wrong), (
+            f"{result.rollout_id}: tokens {wrong} are not the greedy ones, by {reference.leads[wrong]}; {result.spans}"
+        )
+        apart = np.abs(result.logprobs - reference.logprobs)
+        assert np.max(apart) < LOGPROB_ERROR, f"{result.rollout_id}: log-probs are {apart} apart; {result.spans}"
+        ties += int(np.sum(reference.leads <= 0))
+    return ties
 
 
 async def by_engine(engine: EngineHttp, parts: Sequence[Part]) -> int:
