@@ -3,6 +3,7 @@
 Invariants
 - One `Dispatch` per attempt id, ever; an `Abort` names an attempt that was dispatched and has not ended.
 - `Deliver` with a cursor > 0 is durable: it is repeated on re-attachment until acknowledged.
+- Nothing here changes once it is made, also what is not frozen because it is made for every rollout.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rolloutd.scheduler.result import RolloutResult
 from rolloutd.scheduler.states import AbortReason, PauseMode, RolloutState, UpdateState, Verb
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Dispatch:
     """Start one attempt on one engine. `token_bytes` is prompt plus kept partial tokens."""
 
@@ -109,7 +110,7 @@ class Progressed:
     engine_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Finished:
     result: RolloutResult
 
@@ -147,7 +148,7 @@ class Attached:
     undelivered_events: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Deliver:
     """One event for one consumer's stream; dropped by the server when the consumer is not connected."""
 

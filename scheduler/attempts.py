@@ -11,8 +11,6 @@ What this module does not know: where the rollout goes next.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from rolloutd.scheduler import budgeting, lifecycle, publishing, queueing, versions
 from rolloutd.scheduler.actions import Progressed
 from rolloutd.scheduler.engine import Engine
@@ -199,11 +197,12 @@ def _believed(attempt: Attempt, piece: Piece) -> tuple[Piece, str]:
     """What came back, with the policy version of each span; without the tokens whose version nobody can tell, and why."""
     found = versions.origins(attempt, piece)
     if found.problem:
-        return replace(piece.first_tokens(found.tokens), versions=found.versions), found.problem
+        first = piece.first_tokens(found.tokens)
+        return first.with_versions(first.version_spans, found.versions), found.problem
     if not piece.version_spans:
         engine = attempt.engine
-        return replace(piece, version_spans=((engine.label, 0, found.tokens),), versions=(engine.version,)), ""
-    return replace(piece, versions=found.versions), ""
+        return piece.with_versions(((engine.label, 0, found.tokens),), (engine.version,)), ""
+    return piece.with_versions(piece.version_spans, found.versions), ""
 
 
 def _doubt(world: World, attempt: Attempt, problem: str) -> None:

@@ -13,7 +13,6 @@ What this module does not know: whose turn it is, and what is done with the pair
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
 
 from rolloutd.scheduler import gates, queueing, turns
 from rolloutd.scheduler.considered import Row
@@ -21,7 +20,7 @@ from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.lanes import HEADS_PER_LANE
 from rolloutd.scheduler.run import Run
-from rolloutd.scheduler.scoring import ENGINE_TERMS, ENTRY_TERMS, Facts, SignedTerms, diversity, signed, weighted
+from rolloutd.scheduler.scoring import Facts, diversity, engine_score, entry_score
 from rolloutd.scheduler.states import Gate, TaskType
 from rolloutd.scheduler.views import DecisionKind
 from rolloutd.scheduler.world import World
@@ -45,14 +44,13 @@ class Look:
         "common_tokens",
         "emptiest",
         "engine",
-        "engine_terms",
         "entry",
-        "entry_terms",
         "facts",
         "many",
         "score",
         "tie",
         "told",
+        "weights",
         "_least_cost",
         "_mark",
         "_prefix_weight",
@@ -63,8 +61,7 @@ class Look:
 
     def __init__(self, world: World, turn: turns.Turn, roomy: list[Engine], spaces: Spaces) -> None:
         run = turn.run
-        weights = queueing.weights_of(world, run)
-        self.entry_terms, self.engine_terms = _signed_terms(tuple(weights.items()))
+        weights = self.weights = queueing.weights_of(world, run)
         self.facts = queueing.turn_facts(world, run, turn.rollout_class, turn.pool)
         self.many = len(roomy) > MAX_ENGINES_SCORED
         self.by_key = {engine.cache_key: engine for engine in roomy}  # by their name in the index
@@ -80,11 +77,13 @@ class Look:
         self._run = run
         self._mark = run.lineage(turn.pool).mark
         # Of engine terms one adds: at most the share of the longest hit here. One takes away: at least the emptiest's slots.
-        self._prefix_weight = max(0.0, weights["prefix"])
+        self._prefix_weight = max(0.0, weights.prefix)
         self._least_cost = 0.0
-        if weights["cost"] > 0.0:
-            fills = [(engine.slots_used + 1) / engine.facts.slots for engine in roomy]
-            self._least_cost = weights["cost"] * min(1.0, min(fills))
+        if weights.cost > 0.0:
+            least = 1.0
+            for engine in roomy:
+                least = min(least, (engine.slots_used + 1) / engine.facts.slots)
+            self._least_cost = weights.cost * least
         self._spaces = spaces
 
     def outlook(self, entry: Entry) -> tuple[float, float]:
@@ -94,15 +93,19 @@ class Look:
             queueing.refresh_hits(world, entry)
         facts = self.facts
         queueing.fill_facts(world, entry, facts)
-        fixed = weighted(self.entry_terms, facts)
+        fixed = entry_score(facts, self.weights)
         most = fixed - self._least_cost
         hits = entry.hits
         if hits:
             longest = 0
             here = self.by_key
-            for key, hit in hits.items():
-                if hit > longest and key in here:
-                    longest = hit
+            if len(here) < len(hits):
+                for key in here:
+                    longest = max(longest, hits.get(key, 0))
+            else:
+                for key, hit in hits.items():
+                    if hit > longest and key in here:
+                        longest = hit
             most += self._prefix_weight * longest / entry.prompt_tokens
         return most, fixed
 
@@ -119,7 +122,10 @@ class Look:
     def holding(self, hits: dict[str, int]) -> list[Engine]:
         """Of the engines with room, those with the longest hits."""
         by_key = self.by_key
-        held = [(-hit, by_key[key].fill(), key) for key, hit in hits.items() if key in by_key]
+        if len(by_key) < len(hits):
+            held = [(-hits[key], engine.fill(), key) for key, engine in by_key.items() if key in hits]
+        else:
+            held = [(-hit, by_key[key].fill(), key) for key, hit in hits.items() if key in by_key]
         held.sort()
         return [by_key[key] for _, _, key in held[:MAX_HOLDING_SCORED]]
 
@@ -133,13 +139,6 @@ class Look:
                 drawn + [engine for engine in roomy if engine not in drawn] if len(roomy) > PROBES else drawn
             )
         return self.emptiest
-
-
-@lru_cache(maxsize=64)
-def _signed_terms(weights: tuple[tuple[str, float], ...]) -> tuple[SignedTerms, SignedTerms]:
-    """The terms of entries, and those of engines, with their weights."""
-    of = dict(weights)
-    return signed(ENTRY_TERMS, of), signed(ENGINE_TERMS, of)
 
 
 def choose(
@@ -163,7 +162,11 @@ def choose(
         owed = frozenset(one for one in tasks if ledger.task_owed(one))
     for entries in LOOKS(turn, roomy, look, tasks, owed):
         deeper = turn.overdue or bool(owed)  # what was seen may not start for reasons of its own: look behind it
-        hopeful = [(*look.outlook(entry), entry.sequence, entry) for entry in entries if entry.sequence not in seen]
+        hopeful: list[tuple[float, float, int, Entry]] = []
+        for entry in entries:
+            if entry.sequence not in seen:
+                most, fixed = look.outlook(entry)
+                hopeful.append((most, fixed, entry.sequence, entry))
         hopeful.sort(reverse=True)
         for most, fixed, sequence, entry in hopeful:
             seen.add(sequence)
@@ -201,7 +204,7 @@ def _bounded_looks(
     """
     mix = turn.run.mix
     backlog = turn.backlog
-    weight = next(weight for weight, score in look.entry_terms if score is diversity.score)
+    weight = look.weights.diversity
 
     def lane_bonus(stratum: str) -> float:
         share, target = mix.shares(stratum)
@@ -244,7 +247,7 @@ def _score_entry(world: World, entry: Entry, fixed: float, roomy: list[Engine], 
     considered: list[Row] = []
     for engine, claim in open_to:
         fill_engine_facts(facts, entry, engine, claim)
-        score = fixed + weighted(look.engine_terms, facts)
+        score = fixed + engine_score(facts, look.weights)
         considered.append(
             Row(engine.engine_id, score, facts.hit_tokens, facts.dearness, facts.slots_fill, facts.kv_fill)
         )

@@ -146,10 +146,12 @@ def _housekeeping(world: World) -> None:
         consumers.expire(world, run)
         run.lengths.note_second()
         _watch_capacity(world, run)
-        idle = [group.group_id for group in run.groups.values() if group.unacknowledged == 0]
-        for group_id in idle:  # members all delivered, but the announced size was never reached
-            del run.groups[group_id]
-            letting_in.group_over(world, run, group_id)
+        for group_id in list(run.idle_groups):
+            group = run.groups.get(group_id)
+            if group is not None and group.unacknowledged == 0:
+                del run.groups[group_id]  # members all delivered, but the announced size was never reached
+                letting_in.group_over(world, run, group_id)
+        run.idle_groups.clear()
         attached = any(consumer.attached for consumer in run.consumers.values())
         publishing_now = any(lineage.active is not None for lineage in run.lineages.values())
         done = run.ended and not run.unfinished and not run.undelivered_results

@@ -263,7 +263,9 @@ def _forget(world: World, run: Run, consumer: Consumer, cursor: int) -> None:
     if group is None:
         return
     group.unacknowledged -= 1
-    if group.unacknowledged == 0 and group.notified:
+    if group.unacknowledged == 0 and not group.notified:
+        run.idle_groups[group.group_id] = None
+    elif group.unacknowledged == 0:
         teller = run.consumers.get(group.consumer_id)
         event_cursor = None if teller is None else teller.by_group.get(group.group_id)
         if teller is not None and event_cursor is not None:

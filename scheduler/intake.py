@@ -313,6 +313,7 @@ def _group_of(run: Run, consumer: Consumer, spec: RolloutSpec) -> Group | None:
     if group is None:
         group = Group(group_id, spec.group_size or spec.samples, consumer.consumer_id)
         run.groups[group_id] = group
+        run.idle_groups[group_id] = None
     else:
         group.size = max(group.size, spec.group_size)
     group.stated_size = group.stated_size or spec.group_size

@@ -59,6 +59,25 @@ class _Task:
         self.token_sum = 0.0
         self.running: dict[str, _Prompt] = {}  # those with rollouts that run
 
+    def refresh(self) -> None:
+        """Re-estimate mean and variance from what finished and what runs."""
+        deviation = math.sqrt(self.variance)
+        count, log_sum, square_sum = self.count, self.log_sum, self.square_sum
+        for prompt in self.running.values():
+            for tokens in prompt.running.values():
+                middle = self.mean if self.mean is not None else math.log(max(2, tokens))
+                log = _imputed(math.log(max(1, tokens)), middle, deviation)
+                count += 1
+                log_sum += log
+                square_sum += log * log
+        if count < ENOUGH_SAMPLES:
+            return
+        mean = log_sum / count
+        variance = min(MOST_VARIANCE, max(LEAST_VARIANCE, square_sum / count - mean * mean))
+        if self.mean is None or abs(mean - self.mean) > 0.02 or abs(variance - self.variance) > 0.02:
+            self.mean, self.variance = mean, variance
+            self.version += 1
+
 
 class _Prompt:
     __slots__ = ("finished", "log_mean", "log_sum", "running", "stale", "task_version")
@@ -126,28 +145,15 @@ class LengthModel:
     def note_second(self) -> None:
         """Called once a second: re-estimates priors at once while little is known, every `CALM_SECONDS` after that."""
         self._seconds += 1
-        if self._seconds % CALM_SECONDS == 0 or any(task.count < CALM_SAMPLES for task in self._tasks.values()):
-            self.refresh()
+        calm = self._seconds % CALM_SECONDS != 0
+        for task in self._tasks.values():
+            if not calm or task.count < CALM_SAMPLES:
+                task.refresh()
 
     def refresh(self) -> None:
-        """Re-estimate the priors from what finished and what runs. Costs a pass over running rollouts."""
+        """Re-estimate all priors from what finished and what runs. Costs a pass over running rollouts."""
         for task in self._tasks.values():
-            deviation = math.sqrt(task.variance)
-            count, log_sum, square_sum = task.count, task.log_sum, task.square_sum
-            for prompt in task.running.values():
-                for tokens in prompt.running.values():
-                    middle = task.mean if task.mean is not None else math.log(max(2, tokens))
-                    log = _imputed(math.log(max(1, tokens)), middle, deviation)
-                    count += 1
-                    log_sum += log
-                    square_sum += log * log
-            if count < ENOUGH_SAMPLES:
-                continue
-            mean = log_sum / count
-            variance = min(MOST_VARIANCE, max(LEAST_VARIANCE, square_sum / count - mean * mean))
-            if task.mean is None or abs(mean - task.mean) > 0.02 or abs(variance - task.variance) > 0.02:
-                task.mean, task.variance = mean, variance
-                task.version += 1
+            task.refresh()
 
     # estimates ---------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from rolloutd.scheduler.lanes import Backlog
 from rolloutd.scheduler.lineage import Lineage
 from rolloutd.scheduler.rollout import Rollout
 from rolloutd.scheduler.run import Run
-from rolloutd.scheduler.scoring import Facts, static_key
+from rolloutd.scheduler.scoring import Facts, Weights, static_key
 from rolloutd.scheduler.states import Gate, Origin, RolloutClass
 from rolloutd.scheduler.timers import TimerKind
 from rolloutd.scheduler.versions import ANYTHING
@@ -147,7 +147,7 @@ def order(world: World, entry: Entry) -> None:
     weights = weights_of(world, run)
     entry.keyed_tokens = entry.longest_tokens
     entry.static_key = static_key(facts, entry.queued_at, entry.deadline_at, weights)
-    bonus = weights["prefix"] / max(1, entry.prompt_tokens)
+    bonus = weights.prefix / max(1, entry.prompt_tokens)
     bonuses = ((engine, hit * bonus) for engine, hit in entry.hits.items())
     backlog.order(entry, world.next_sequence(), entry.arrival, bonuses)
     world.dirty = True
@@ -314,23 +314,23 @@ def pool_token_seconds(world: World, run: Run, pool: str) -> float:
     return 0.0
 
 
-def weights_of(world: World, run: Run) -> dict[str, float]:
+def weights_of(world: World, run: Run) -> Weights:
     """Weights in force: the run's own, else the phase's (prefix, diversity), else the configured ones."""
     own = run.settings.weights
     policy = world.config.policy
     default = world.config.weights
     phase = run.phase
-    return {
-        "prefix": phase.between(policy.cold_start_prefix_weight, policy.stable_prefix_weight)
+    return Weights(
+        phase.between(policy.cold_start_prefix_weight, policy.stable_prefix_weight)
         if own.prefix is None
         else own.prefix,
-        "critical": default.critical if own.critical is None else own.critical,
-        "waiting": default.waiting if own.waiting is None else own.waiting,
-        "diversity": phase.between(policy.cold_start_diversity_weight, policy.stable_diversity_weight)
+        default.critical if own.critical is None else own.critical,
+        default.waiting if own.waiting is None else own.waiting,
+        phase.between(policy.cold_start_diversity_weight, policy.stable_diversity_weight)
         if own.diversity is None
         else own.diversity,
-        "cost": default.cost if own.cost is None else own.cost,
-    }
+        default.cost if own.cost is None else own.cost,
+    )
 
 
 def _backlog(world: World, run: Run, pool: str, rollout_class: RolloutClass, short: bool) -> Backlog:

@@ -54,6 +54,7 @@ class Run:
         "finished_by_task",
         "finished_samples",
         "groups",
+        "idle_groups",
         "kind_streak",
         "lease_timer",
         "led",
@@ -111,6 +112,9 @@ class Run:
         self.sampled: dict[str, dict[str, None]] = {}  # id submitted with samples > 1 -> its members that are records
         self.unfinished = 0
         self.groups: dict[str, Group] = {}
+        self.idle_groups: dict[
+            str, None
+        ] = {}  # that may have no member left that is not acknowledged; looked at each second
         self.family = Family()
         self.delivered: OrderedDict[str, None] = OrderedDict()
         self.led: list[Entry] = []  # critical entries whose leader computes their prompt; some may have gone on

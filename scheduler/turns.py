@@ -15,7 +15,6 @@ What this module does not know: engines and scores. A turn that cannot be placed
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from rolloutd.scheduler.lanes import Backlog
 from rolloutd.scheduler.run import Run
@@ -23,13 +22,16 @@ from rolloutd.scheduler.states import RolloutClass
 from rolloutd.scheduler.world import World
 
 
-class Turn(NamedTuple):
-    run: Run
-    pool: str
-    rollout_class: RolloutClass
-    short: bool
-    backlog: Backlog
-    overdue: bool = False  # for the one that waits longest, whatever its score
+class Turn:
+    __slots__ = ("backlog", "overdue", "pool", "rollout_class", "run", "short")
+
+    def __init__(self, run: Run, pool: str, rollout_class: RolloutClass, short: bool, backlog: Backlog) -> None:
+        self.run = run
+        self.pool = pool
+        self.rollout_class = rollout_class
+        self.short = short
+        self.backlog = backlog
+        self.overdue = False  # for the one that waits longest, whatever its score
 
 
 def next_turn(
@@ -48,9 +50,12 @@ def next_turn(
     if not waiting:
         return None
     runs = list(waiting)
-    if len(runs) > 1:
-        runs.sort(key=lambda run: _run_order(run, pool))
-    for run in runs:
+    while runs:
+        run = runs[0]
+        for other in runs:
+            if other is not run and _goes_before(other, run, pool):
+                run = other
+        runs.remove(run)
         run_id = run.run_id
         turns = [
             Turn(run, pool, rollout_class, short, backlog)
@@ -62,7 +67,7 @@ def next_turn(
         if len(turns) > 1 and run.ledger.has_floors and run.ledger.owes():
             below = [turn for turn in turns if owed(run, turn)]
             if below:
-                return min(below, key=lambda turn: (turn.rollout_class, not turn.short))
+                return _first(below)
         return _class_turn(world, run, _kind_turn(world, run, turns))
     return None
 
@@ -95,8 +100,24 @@ def rejoin(world: World, run: Run, pool: str) -> None:
     run.virtual_tokens[pool] = max(run.virtual_tokens.get(pool, 0.0), base)
 
 
-def _run_order(run: Run, pool: str) -> tuple[bool, float, str]:
-    return (run.ledger.running >= run.settings.floor_rollouts, run.virtual_tokens.get(pool, 0.0), run.run_id)
+def _goes_before(run: Run, other: Run, pool: str) -> bool:
+    """Below its floor first, then the least virtual tokens, then by name."""
+    met = run.ledger.running >= run.settings.floor_rollouts
+    if met != (other.ledger.running >= other.settings.floor_rollouts):
+        return not met
+    mine, theirs = run.virtual_tokens.get(pool, 0.0), other.virtual_tokens.get(pool, 0.0)
+    return mine < theirs if mine != theirs else run.run_id < other.run_id
+
+
+def _first(turns: list[Turn]) -> Turn:
+    """By class, short work before long work of the same class."""
+    first = turns[0]
+    for turn in turns:
+        if turn.rollout_class < first.rollout_class or (
+            turn.rollout_class is first.rollout_class and turn.short and not first.short
+        ):
+            first = turn
+    return first
 
 
 def _kind_turn(world: World, run: Run, turns: list[Turn]) -> list[Turn]:
@@ -112,19 +133,20 @@ def _kind_turn(world: World, run: Run, turns: list[Turn]) -> list[Turn]:
 
 
 def _class_turn(world: World, run: Run, turns: list[Turn]) -> Turn:
-    if len(turns) > 1:
-        turns = sorted(turns, key=lambda turn: (turn.rollout_class, not turn.short))
     settings = world.config.queue
     if run.dispatches % settings.overdue_turn == settings.overdue_turn - 1:
         overdue = [turn for turn in turns if _waited(world, turn) > settings.overdue_seconds]
         if overdue:
-            return max(overdue, key=lambda turn: _waited(world, turn))._replace(overdue=True)
+            longest = max(overdue, key=lambda turn: (_waited(world, turn), -turn.rollout_class, turn.short))
+            longest.overdue = True
+            return longest
+    first = _first(turns)
     every = lower_turn(world, run)
     if every and run.dispatches % every == every - 1:
-        lower = [turn for turn in turns if turn.rollout_class is not turns[0].rollout_class]
+        lower = [turn for turn in turns if turn.rollout_class is not first.rollout_class]
         if lower:
-            return lower[0]
-    return turns[0]
+            return _first(lower)
+    return first
 
 
 def lower_turn(world: World, run: Run) -> int:

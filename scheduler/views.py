@@ -30,7 +30,7 @@ class DecisionKind(enum.IntEnum):
     REFUSED = 6
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Decision:
     """Why a rollout went to an engine, or was held or interrupted."""
 

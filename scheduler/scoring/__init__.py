@@ -3,28 +3,27 @@
     score = sum over terms of weight x term, where cost counts against
 
 A term maps `Facts` to [0,1]; the caller's clamp makes sure of it. Terms that do not depend on the engine are computed once
-per entry. To change a term touch its file; to add one, add a file and a row here, and a weight of the same name.
+per entry. To change a term touch its file; to add one, add a file, a row in `TERMS`, a weight of the same name, and its product
+in `entry_score` or `engine_score`: these spell out the sum, which is the hot path, and a test compares them with `TERMS`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 from rolloutd.scheduler.scoring import cost, diversity, prefix, urgency, waiting
 from rolloutd.scheduler.scoring.facts import Facts
 
 __all__ = [
-    "ENGINE_TERMS",
-    "ENTRY_TERMS",
     "TERMS",
     "Facts",
     "Term",
+    "Weights",
     "clamp",
-    "SignedTerms",
-    "signed",
+    "engine_score",
+    "entry_score",
     "static_key",
-    "weighted",
 ]
 
 
@@ -47,25 +46,31 @@ TERMS: tuple[Term, ...] = (
 )
 
 
-ENTRY_TERMS = tuple(term for term in TERMS if not term.per_engine)
-ENGINE_TERMS = tuple(term for term in TERMS if term.per_engine)
+class Weights:
+    """What each term counts."""
+
+    __slots__ = ("cost", "critical", "diversity", "prefix", "waiting")
+
+    def __init__(self, prefix: float, critical: float, waiting: float, diversity: float, cost: float) -> None:
+        self.prefix = prefix
+        self.critical = critical
+        self.waiting = waiting
+        self.diversity = diversity
+        self.cost = cost
 
 
-SignedTerms = Sequence[tuple[float, Callable[[Facts], float]]]  # (signed weight, term)
+def entry_score(facts: Facts, weights: Weights) -> float:
+    """The part of the score that no engine changes."""
+    return (
+        weights.critical * clamp(urgency.score(facts))
+        + weights.waiting * clamp(waiting.score(facts))
+        + weights.diversity * clamp(diversity.score(facts))
+    )
 
 
-def signed(terms: tuple[Term, ...], weights: Mapping[str, float]) -> SignedTerms:
-    """Terms with their weights, costs against."""
-    return tuple((term.sign * weights[term.weight], term.score) for term in terms)
-
-
-def weighted(terms: SignedTerms, facts: Facts) -> float:
-    """Sum over some terms of signed weight x term. On the hot path: a term within its bounds is not clamped."""
-    total = 0.0
-    for weight, term in terms:
-        value = term(facts)
-        total += weight * (value if 0.0 <= value <= 1.0 else clamp(value))
-    return total
+def engine_score(facts: Facts, weights: Weights) -> float:
+    """The part of the score that depends on the engine."""
+    return weights.prefix * clamp(prefix.score(facts)) - weights.cost * clamp(cost.score(facts))
 
 
 def clamp(value: float) -> float:
@@ -73,8 +78,6 @@ def clamp(value: float) -> float:
     return value if 0.0 <= value <= 1.0 else (1.0 if value > 1.0 else 0.0)
 
 
-def static_key(facts: Facts, queued_at: float, deadline_at: float | None, weights: Mapping[str, float]) -> float:
+def static_key(facts: Facts, queued_at: float, deadline_at: float | None, weights: Weights) -> float:
     """The part of minus the score that does not move relative to other entries of the same lane; lower goes first."""
-    return weights["waiting"] * waiting.static(queued_at, facts) + weights["critical"] * urgency.static(
-        deadline_at, facts
-    )
+    return weights.waiting * waiting.static(queued_at, facts) + weights.critical * urgency.static(deadline_at, facts)

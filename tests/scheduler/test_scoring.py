@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rolloutd.scheduler.scoring import TERMS, Facts, Term, clamp, static_key
+from rolloutd.scheduler.scoring import TERMS, Facts, Term, Weights, clamp, engine_score, entry_score, static_key
 from rolloutd.scheduler.states import RolloutClass
 
 COUNTS = st.integers(0, 1 << 40)
@@ -61,6 +61,15 @@ def test_dispatch_60_a_term_is_finite_and_in_0_to_1_whatever_the_facts(term: Ter
     assert 0.0 <= clamp(raw) <= 1.0
 
 
+@given(facts=any_facts(), by_name=WEIGHTS)
+def test_the_score_that_is_spelled_out_is_the_sum_of_all_terms(facts: Facts, by_name: dict[str, float]) -> None:
+    """Weights are named as in `TERMS`; a term that is missing, or counted on the wrong side, shows."""
+    for per_engine, spelled_out in ((False, entry_score), (True, engine_score)):
+        of_side = [term for term in TERMS if term.per_engine is per_engine]
+        expected = sum(term.sign * by_name[term.weight] * clamp(term.score(facts)) for term in of_side)
+        assert spelled_out(facts, Weights(**by_name)) == pytest.approx(expected, abs=1e-9)
+
+
 @given(facts=st.lists(any_facts(), min_size=1, max_size=8), weights=WEIGHTS)
 def test_dispatch_60_the_order_of_scores_is_total(facts: list[Facts], weights: dict[str, float]) -> None:
     scores = [score(one, weights) for one in facts]
@@ -73,10 +82,10 @@ def test_dispatch_60_the_order_of_scores_is_total(facts: list[Facts], weights: d
     assert sorted(scores, key=cmp_to_key(compare)) == sorted(scores)
 
 
-@given(facts=any_facts(), queued_at=st.floats(0.0, 1e9), deadline_at=st.none() | st.floats(0.0, 1e9), weights=WEIGHTS)
-def test_the_static_key_is_finite(facts: Facts, queued_at: float, deadline_at: float | None, weights: Any) -> None:
+@given(facts=any_facts(), queued_at=st.floats(0.0, 1e9), deadline_at=st.none() | st.floats(0.0, 1e9), by_name=WEIGHTS)
+def test_the_static_key_is_finite(facts: Facts, queued_at: float, deadline_at: float | None, by_name: Any) -> None:
     facts.aging_seconds = max(facts.aging_seconds, 1e-3)  # a setting, and checked as one
-    assert math.isfinite(static_key(facts, queued_at, deadline_at, weights))
+    assert math.isfinite(static_key(facts, queued_at, deadline_at, Weights(**by_name)))
 
 
 @pytest.mark.parametrize(

@@ -385,5 +385,5 @@ class Auditor:
             assert not run.unfinished and not run.undelivered_results and run.reserved_for is None, run.run_id
             assert not any(run.queued_bytes) and not run.ledger.kv_tokens and not run.ledger.running, run.run_id
             assert not any(backlog.count or backlog.ready or backlog.held for backlog in run.backlogs.values())
-        kinds = {timer.kind for _, _, timer in world.timers._heap if timer.subject is not None}
+        kinds = {timer.kind for timer in world.timers.live()}
         assert not kinds & {TimerKind.ROLLOUT, TimerKind.HOLD}, "a rollout's timer outlived it"
