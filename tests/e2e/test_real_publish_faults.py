@@ -207,6 +207,7 @@ async def test_weights_that_the_trainer_pushes_at_the_second_try(
         await work.check(publishing)
 
 
+@pytest.mark.timeout(900)  # a server starts anew in it, which takes minutes beside other work
 async def test_an_engine_that_dies_of_a_torn_checkpoint_catches_up_when_it_is_back(
     publishing: PublishRig, random: np.random.Generator, tmp_path: Path
 ) -> None:
