@@ -294,17 +294,24 @@ class Collector:
                 self._extras[key] = value
 
     def slice(self, finish_reason: str) -> Slice:
-        """All that has arrived, as one slice that ended for this reason."""
+        """All that has arrived, as one slice that ended for this reason.
+
+        Without the engine's last word, a frame in which the weights changed may hold tokens of both: it and what follows it is
+        given up, and the slice counts as cut short ("abort").
+        """
         count = len(self._ids)
+        if self._final_spans is None and len(self._seen_spans) > 1:
+            count = self._seen_spans[0].end
+            finish_reason = "abort"
         matched = self.finish.matched if self.finish is not None else None
         if isinstance(matched, list):
             matched = matched[-1] if matched else None
         return Slice(
             attempt_id=self._request.attempt_id,
-            token_bytes=_little_endian(self._ids),
+            token_bytes=_little_endian(self._ids[:count]),
             finish_reason=finish_reason,
-            logprob_bytes=_little_endian(self._logprobs),
-            top_logprobs=tuple(self._top),
+            logprob_bytes=_little_endian(self._logprobs[:count]),
+            top_logprobs=tuple(self._top[:count]),
             matched_stop=matched,
             text=self._text,
             prompt_tokens=self.prompt_tokens,
