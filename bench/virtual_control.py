@@ -30,6 +30,7 @@ Answer = ControlEnded | ControlFailed
 INLINE = frozenset({Verb.LOAD, Verb.RELEASE_MEMORY, Verb.RESUME_MEMORY})
 
 
+RELEASED_AT_WORK = "its memory was to be released while it worked"
 NANO = 1e-9  # times are whole nanoseconds but for what adding them does
 
 
@@ -155,6 +156,11 @@ class Controls:
     # ------------------------------------------------------------------------------------------------------------------
 
     @property
+    def released(self) -> bool:
+        """Whether some of its memory is given up."""
+        return bool(self._released)
+
+    @property
     def hears(self) -> bool:
         """Whether an abort that comes now is done at the machine's own speed."""
         return not self._inline and self._machine.paused != "in_place"
@@ -230,7 +236,7 @@ class Controls:
                 return ControlEnded(self._engine_id, call.control_id, label=self.label)
             case Verb.RELEASE_MEMORY:
                 if machine.live_rids() != ([], []):
-                    self.death = "its memory was to be released while it worked"
+                    self.death = RELEASED_AT_WORK
                 elif "kv_cache" in call.tags:
                     machine.flush_cache(now)
                 self._released |= set(call.tags)

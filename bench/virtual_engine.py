@@ -230,11 +230,6 @@ class SimEngine:
         return reports + self.controls.cut()
 
     @property
-    def spoilt(self) -> bool:
-        """Whether its weights are nobody's."""
-        return self.controls.spoilt
-
-    @property
     def weights(self) -> str:
         """What writes its tokens now, whatever their label is."""
         return self._machine.weights

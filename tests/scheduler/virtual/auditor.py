@@ -260,7 +260,7 @@ class Auditor:
             case Outcome.ENGINE_REFUSED:
                 assert watched.refused, what
             case Outcome.VERSION_UNMET:
-                assert now >= rollout.ttl_at and (rollout.requirement is not ANYTHING or rollout.newest_version), what
+                assert now >= rollout.ttl_at and (rollout.requirement is not ANYTHING or rollout.pieces), what
             case Outcome.VERSION_GONE:
                 assert gone(rollout), what
             case Outcome.STALE:

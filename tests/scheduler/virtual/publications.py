@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 
 from rolloutd.bench.virtual import Simulation
+from rolloutd.bench.virtual_control import RELEASED_AT_WORK
 from rolloutd.bench.virtual_faults import FaultyEngine
 from rolloutd.scheduler import versions
 from rolloutd.scheduler.actions import Action, Control, Dispatch, PublishEnded, PublishProgress, Refuse
@@ -47,7 +48,6 @@ class Publications:
         self._owners: dict[Engine, str] = {}
         self._caches: dict[Name, CacheHandling] = {}
         self._switches: dict[Engine, list[tuple[str, CacheHandling]]] = {}  # (weights, cache) in order
-        self._deaths = 0
 
     def observe(self, event: Event, actions: list[Action]) -> None:
         """After every event."""
@@ -160,8 +160,10 @@ class Publications:
         self.counts["hits on kept caches"] += 1
 
     def _check_death(self, real: FaultyEngine) -> None:
+        """The core can not know of what an engine runs on although it was told to stop."""
         for death in real.deaths:
-            self.counts[f"death: {death}"] += 1
+            assert death == RELEASED_AT_WORK, f"{real.facts.engine_id} died: {death}"
+            self.counts["deaths by a release"] += 1
         real.deaths.clear()
 
     # work --------------------------------------------------------------------------------------------------------------

@@ -88,9 +88,11 @@ class RandomFaults:
             self.bring_back(engine)
 
     def bring_back(self, engine: FaultyEngine) -> None:
-        """Without faults; as a new process where the scheduler has forgotten that its weights are not to be relied on."""
+        """Without faults; as a new process where the scheduler has forgotten what is wrong with its weights or its memory."""
         forgotten = engine.facts.engine_id not in self.simulation.scheduler._world.engines
-        if engine.down or (forgotten and (engine.inner.spoilt or self.rng.random() < 0.5)):
+        if engine.down or (
+            forgotten and (engine.inner.controls.spoilt or engine.inner.controls.released or self.rng.random() < 0.5)
+        ):
             engine.restart(self.simulation.now)
         engine.heal(self.simulation.now)
         self.simulation.add_engine(engine)

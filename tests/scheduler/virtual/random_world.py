@@ -80,10 +80,11 @@ class RandomWorld:
         self.simulation.observers.append(self.auditor.observe)
         if observe is not None:
             self.simulation.observers.append(observe)
-        owned = rng.random() < 0.5
+        count = rng.randint(1, 4)
+        owned = rng.random() < 0.7 and count >= len(self.runs)
         self.engines = [
-            random_engine(rng, number, self.slowdown, rng.choice(self.runs) if owned else "")
-            for number in range(rng.randint(1, 4))
+            random_engine(rng, number, self.slowdown, self.runs[number % len(self.runs)] if owned else "")
+            for number in range(count)
         ]
         self.consumers = [
             Consumer(rng, self.simulation, self.auditor, run_id, f"trainer-{number}", self._note_turn)
@@ -91,7 +92,7 @@ class RandomWorld:
             for number in range(rng.choice([1, 1, 2]))
         ]
         self.horizon_seconds = rng.uniform(2.5, 9.0)
-        self.rollouts = rng.randint(4, 22)
+        self.rollouts = rng.randint(4, 18)
         self.steps = dict.fromkeys(self.runs, 0)
         self.publishing = RandomPublishing(
             rng, self.simulation, self.engines, self.runs, self.auditor.counts, publishes
@@ -242,7 +243,7 @@ class RandomWorld:
         self.steps[run_id] += rng.choice([0, 0, 1, 1, 3])
         report = StepReport(
             step=self.steps[run_id],
-            trainer_state=rng.choice(list(TrainerState)),
+            trainer_state=rng.choice([*TrainerState, TrainerState.TRAINING, TrainerState.TRAINING]),
             samples_needed=rng.choice([0, 8]),
             consume_samples_per_second=rng.choice([0.0, 2.0]),
             consume_tokens_per_second=rng.choice([0.0, 500.0]),

@@ -1,9 +1,9 @@
-"""10,000 random schedules in virtual time: budgets hold, floors hold, nothing starves, nothing is lost (issue bar "Budget").
+"""10,000 random schedules in virtual time: budgets and floors hold, nothing starves, nothing is lost, and every token is of the
+policy version that it names, through publications, crashes and calls that go wrong.
 
-What is asserted stands in `auditor`, `ceilings` and `floors`; what happens, in `random_world`. The ceilings, ids, tokens,
-outcomes and floors are looked at with every event; the full `check()` of core, index and engines with every 32nd, and always at
-the end. A failure names its seed; `python -m tests.scheduler.virtual.random_world SEED` replays it with a full check at every
-event.
+What is asserted stands in `auditor`, `ceilings`, `floors`, `publications` and `windows`; what happens, in `random_world`. All of
+it is looked at with every event but the full `check()` of core, index and engines: with every 32nd, and always at the end. A
+failure names its seed; `python -m tests.scheduler.virtual.random_world SEED` replays it with a full check at every event.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import Counter
 
 import pytest
 
+from rolloutd.bench.virtual_faults import Misdeed
 from rolloutd.server.core_build import core_is_compiled
 from tests.scheduler.virtual.random_world import RandomWorld
 
@@ -40,6 +41,25 @@ WANTED = (
     "reports of attempts that are gone",
     "floors looked at",
     "predicted hits",
+    "published DRAIN",
+    "published ABORT_AND_RESUME",
+    "published RETRACT",
+    "published IN_PLACE",
+    "publish refused VERSION_BACKWARDS",
+    "publish refused ENGINES_OWNED",
+    "catch-ups ended",
+    "engines failed",
+    "aborts PUBLISH",
+    "aborts MEMORY",
+    "memory released",
+    "mixed versions",
+    "hits on kept caches",
+    "samples let in",
+    "stale since it ended",
+    "VERSION_UNMET",
+    "VERSION_GONE",
+    "STALE",
+    *(f"misdeed {misdeed.value}" for misdeed in Misdeed),
 )
 
 _met: Counter[str] = Counter()

@@ -2,8 +2,8 @@
 
 Derived from what is dispatched and acknowledged, not from the scheduler's own counters. When a group (or a rollout without one)
 is started for the first time, its members and those of all others that were started and whose samples are neither taken nor
-lost are no more than (max_staleness + 1) x batch_samples; unless there are no others. Of another group at most the samples count
-that its first submission announced: what joins it later is let in with it.
+lost are no more than (max_staleness + 1) x batch_samples; unless there are no others. Of a group at most the samples count that its
+first submission announced: what joins it later is let in with it.
 
 What this module does not know: who should be let in first.
 """
@@ -70,24 +70,32 @@ class Windows:
             self._epochs[run] = run.epoch
             self._started.pop(run, None)
         started = self._started.setdefault(run, {})
-        key = rollout.group.group_id if rollout.group is not None else f"/{rollout.rollout_id}"
+        group = rollout.group
+        key: Group | Rollout = group if group is not None else rollout
         others = 0
-        for name, (members, announced) in list(started.items()):
-            left = sum(self._on_its_way(run, member) for member in members)
-            if left:
-                others += min(left, announced) if name != key else 0
-            else:
-                del started[name]
+        for one in list(started):
+            left = self._on_their_way(run, one)
+            if not left:
+                started.pop(one)
+            elif one is not key:
+                others += min(left, self._first_size(one))
         if key in started:
             return
-        mine = set(rollout.group.members) if rollout.group is not None else {rollout.rollout_id}
-        started[key] = (mine, 1 if rollout.group is None else self._announced[rollout.group])
+        started[key] = None
         self.counts["samples let in"] += 1
-        count = sum(self._on_its_way(run, member) for member in mine)
+        count = min(self._on_their_way(run, key), self._first_size(key))
         capacity = self._capacity[run]
         assert not others or others + count <= capacity, (
-            f"{run.run_id}: {count} samples of {key} were started beside {others}; {capacity} may be on their way"
+            f"{run.run_id}: {count} samples, {rollout.rollout_id} the first, were started beside {others}; "
+            f"{capacity} may be on their way"
         )
+
+    def _first_size(self, one: Group | Rollout) -> int:
+        return self._announced[one] if isinstance(one, Group) else 1
+
+    def _on_their_way(self, run: Run, one: Group | Rollout) -> int:
+        members = one.members if isinstance(one, Group) else [one.rollout_id]
+        return sum(self._on_its_way(run, member) for member in members)
 
     @staticmethod
     def _on_its_way(run: Run, rollout_id: str) -> bool:
