@@ -312,6 +312,11 @@ class Bench:
                 return
         raise AssertionError(f"{verb.name} never came")
 
+    def gone(self, engine_id: str) -> None:
+        """An engine's process is over, and with it what it was asked for and the weights that it had."""
+        self.controls.pop(engine_id, None)
+        self.labels.pop(engine_id, None)
+
     def finish_updates(self) -> None:
         """Every call succeeds until none is out."""
         for _ in range(1000):
