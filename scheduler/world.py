@@ -178,7 +178,7 @@ class World:
             facts.pool == pool
             and not engine.removed
             and (not engine.owner or engine.owner == run.run_id)
-            and all(facts.labels.get(name) == value for name, value in labels.items())
+            and (not labels or all(facts.labels.get(name) == value for name, value in labels.items()))
         )
 
     def pool_engines(self, run: Run, pool: str, labels: Mapping[str, str]) -> list[Engine]:
