@@ -3,7 +3,7 @@
 Invariants
 - One `Dispatch` per attempt id, ever; an `Abort` names an attempt that was dispatched and has not ended.
 - `Deliver` with a cursor > 0 is durable: it is repeated on re-attachment until acknowledged.
-- Nothing here changes once it is made, also what is not frozen because it is made for every rollout.
+- Nothing here changes once it is made, also what is not frozen because it is made for every rollout (see `result`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rolloutd.scheduler.result import RolloutResult
 from rolloutd.scheduler.states import AbortReason, PauseMode, RolloutState, UpdateState, Verb
 
 
-@dataclass(slots=True)
+@dataclass(init=False, slots=True)
 class Dispatch:
     """Start one attempt on one engine. `token_bytes` is prompt plus kept partial tokens."""
 
@@ -36,6 +36,38 @@ class Dispatch:
     prompt_logprobs_from: int | None
     engine_params: Mapping[str, Any]
     cache_salt: str = ""  # where its KV may be matched
+
+    def __init__(
+        self,
+        attempt_id: str,
+        engine_id: str,
+        batch_id: int,
+        run_id: str,
+        rollout_id: str,
+        token_bytes: bytes,
+        text: str | None,
+        max_new_tokens: int,
+        sampling: Mapping[str, Any],
+        logprobs: bool,
+        top_logprobs: int,
+        prompt_logprobs_from: int | None,
+        engine_params: Mapping[str, Any],
+        cache_salt: str = "",
+    ) -> None:
+        self.attempt_id = attempt_id
+        self.engine_id = engine_id
+        self.batch_id = batch_id
+        self.run_id = run_id
+        self.rollout_id = rollout_id
+        self.token_bytes = token_bytes
+        self.text = text
+        self.max_new_tokens = max_new_tokens
+        self.sampling = sampling
+        self.logprobs = logprobs
+        self.top_logprobs = top_logprobs
+        self.prompt_logprobs_from = prompt_logprobs_from
+        self.engine_params = engine_params
+        self.cache_salt = cache_salt
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +119,7 @@ class PublishEnded:
     failed: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False, slots=True)
 class Accepted:
     rollout_id: str
     state: RolloutState
@@ -95,6 +127,22 @@ class Accepted:
     matched_prefix_tokens: int
     estimated_start_seconds: float
     attached: bool  # the id was known already: this is the same rollout
+
+    def __init__(
+        self,
+        rollout_id: str,
+        state: RolloutState,
+        queue_position: int,
+        matched_prefix_tokens: int,
+        estimated_start_seconds: float,
+        attached: bool,
+    ) -> None:
+        self.rollout_id = rollout_id
+        self.state = state
+        self.queue_position = queue_position
+        self.matched_prefix_tokens = matched_prefix_tokens
+        self.estimated_start_seconds = estimated_start_seconds
+        self.attached = attached
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +158,15 @@ class Progressed:
     engine_id: str
 
 
-@dataclass(slots=True)
+@dataclass(init=False, slots=True)
 class Finished:
     result: RolloutResult
+
+    def __init__(
+        self,
+        result: RolloutResult,
+    ) -> None:
+        self.result = result
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +202,7 @@ class Attached:
     undelivered_events: int
 
 
-@dataclass(slots=True)
+@dataclass(init=False, slots=True)
 class Deliver:
     """One event for one consumer's stream; dropped by the server when the consumer is not connected."""
 
@@ -156,6 +210,18 @@ class Deliver:
     consumer_id: str
     cursor: int
     event: Accepted | Rejected | Progressed | Finished | GroupFinished | Notice | Attached
+
+    def __init__(
+        self,
+        run_id: str,
+        consumer_id: str,
+        cursor: int,
+        event: Accepted | Rejected | Progressed | Finished | GroupFinished | Notice | Attached,
+    ) -> None:
+        self.run_id = run_id
+        self.consumer_id = consumer_id
+        self.cursor = cursor
+        self.event = event
 
 
 @dataclass(frozen=True, slots=True)

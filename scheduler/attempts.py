@@ -189,7 +189,10 @@ def _first_token(world: World, attempt: Attempt, prompt_tokens: int, cached_toke
     if siblings is not None and siblings.leader_id == attempt.attempt_id:
         held = world.index.whole_pages(engine.cache_key, siblings.prompt_tokens)
         if held and attempt.kv_version == engine.version:
-            siblings.hits = {**siblings.hits, engine.cache_key: held}
+            key = engine.cache_key
+            hits = {key: held, **siblings.hits}  # the longest, so it stands first
+            hits[key] = held
+            siblings.hits = hits
         queueing.wake(world, siblings)
 
 

@@ -86,28 +86,23 @@ class Look:
             self._least_cost = weights.cost * least
         self._spaces = spaces
 
-    def outlook(self, entry: Entry) -> tuple[float, float]:
-        """(the best score an entry could have on any engine, the part of it that no engine changes)."""
+    def outlook(self, entry: Entry) -> None:
+        """Note what an entry could score: at best on any engine, and the part of it that no engine changes."""
         world = self._world
         if world.now - entry.hits_at >= queueing.HITS_FRESH_SECONDS or entry.hits_mark != self._mark:
             queueing.refresh_hits(world, entry)
         facts = self.facts
         queueing.fill_facts(world, entry, facts)
         fixed = entry_score(facts, self.weights)
-        most = fixed - self._least_cost
+        entry.fixed = fixed
+        entry.most = fixed - self._least_cost
         hits = entry.hits
         if hits:
-            longest = 0
             here = self.by_key
-            if len(here) < len(hits):
-                for key in here:
-                    longest = max(longest, hits.get(key, 0))
-            else:
-                for key, hit in hits.items():
-                    if hit > longest and key in here:
-                        longest = hit
-            most += self._prefix_weight * longest / entry.prompt_tokens
-        return most, fixed
+            for key, hit in hits.items():  # longest first
+                if key in here:
+                    entry.most += self._prefix_weight * hit / entry.prompt_tokens
+                    break
 
     def space(self, engine: Engine) -> gates.Space:
         """What the engine has left for the run; of use until something is booked there."""
@@ -162,21 +157,19 @@ def choose(
         owed = frozenset(one for one in tasks if ledger.task_owed(one))
     for entries in LOOKS(turn, roomy, look, tasks, owed):
         deeper = turn.overdue or bool(owed)  # what was seen may not start for reasons of its own: look behind it
-        hopeful: list[tuple[float, float, int, Entry]] = []
-        for entry in entries:
-            if entry.sequence not in seen:
-                most, fixed = look.outlook(entry)
-                hopeful.append((most, fixed, entry.sequence, entry))
-        hopeful.sort(reverse=True)
-        for most, fixed, sequence, entry in hopeful:
-            seen.add(sequence)
-            if most < look.score:
+        hopeful = [entry for entry in entries if entry.sequence not in seen]
+        for entry in hopeful:
+            look.outlook(entry)
+        while hopeful:
+            entry = _most_hopeful(hopeful)
+            seen.add(entry.sequence)
+            if entry.most < look.score:
                 break
             if queueing.hold_for_prefix(world, entry):
                 gate = Gate.HELD_FOR_PREFIX
                 world.decide(DecisionKind.HELD, entry.members[0], "its prefix is being computed", gate=gate)
             else:
-                gate = _score_entry(world, entry, fixed, roomy, look)
+                gate = _score_entry(world, entry, entry.fixed, roomy, look)
             if gate is not Gate.OPEN:
                 closed = gate
                 deeper = deeper or gate in (Gate.HELD_FOR_PREFIX, Gate.NO_ENGINE, Gate.POLICY_VERSION)
@@ -192,6 +185,21 @@ def choose(
             return None, closed
     turn.backlog.fruitless_at = world.now
     return None, closed
+
+
+def _most_hopeful(entries: list[Entry]) -> Entry:
+    """The one with the best score that it could have, taken out. (Mostly one or two are wanted of twenty, so none is sorted.)"""
+    found = 0
+    best = entries[0]
+    for place, entry in enumerate(entries):
+        if entry.most > best.most or (
+            entry.most == best.most
+            and (entry.fixed > best.fixed or (entry.fixed == best.fixed and entry.sequence > best.sequence))
+        ):
+            found, best = place, entry
+    entries[found] = entries[-1]
+    entries.pop()
+    return best
 
 
 def _bounded_looks(

@@ -57,12 +57,14 @@ class Entry:
         "deadline_at",
         "evaluation",
         "expected_tokens",
+        "fixed",
         "held_at",
         "held_gate",
         "hits",
         "hits_at",
         "hits_mark",
         "hold_timer",
+        "keeps_room",
         "key",
         "keyed_tokens",
         "labels",
@@ -70,6 +72,7 @@ class Entry:
         "leader_id",
         "longest_tokens",
         "members",
+        "most",
         "particular",
         "pool",
         "prompt_hash",
@@ -134,12 +137,16 @@ class Entry:
         self.held_gate = Gate.OPEN
         self.held_at = 0.0
         self.hold_timer: Timer | None = None
-        self.hits: dict[str, int] = {}  # engine cache key -> cached tokens
+        self.hits: dict[str, int] = {}  # engine cache key -> cached tokens, longest first
+        self.keeps_room = False  # an engine is reserved for it, see `gates.note_blocked`
         self.hits_at = -1.0
         self.hits_mark = -1  # of the lineage, when they were looked up
         self.particular = False  # not every policy version may run it; set before it joins a backlog
         self.stems: tuple[tuple[str, int, int], ...] | None = None
         self.blocked_since: float | None = None
+        self.most = self.fixed = (
+            0.0  # of `choosing`, during one look: the best score it could have, and what no engine changes
+        )
         self.servers: tuple[Engine, ...] = ()  # engines that could run the first member, see `gates.servers`
         self.servers_mark = (-1, -1)
 

@@ -258,3 +258,4 @@ def note_blocked(world: World, entry: Entry, gate: Gate) -> None:
         if engines and not any(engine.reserved_for is entry for engine in engines):
             queueing.release_reservations(world, entry)  # of an engine that is gone
             min(engines, key=lambda engine: engine.kv_claimed_tokens).reserved_for = entry
+            entry.keeps_room = True

@@ -61,6 +61,9 @@ class _Task:
 
     def refresh(self) -> None:
         """Re-estimate mean and variance from what finished and what runs."""
+        # Said before the pass over them all, whose terms are dear.
+        if self.count + sum(len(prompt.running) for prompt in self.running.values()) < ENOUGH_SAMPLES:
+            return
         deviation = math.sqrt(self.variance)
         count, log_sum, square_sum = self.count, self.log_sum, self.square_sum
         for prompt in self.running.values():
@@ -70,8 +73,6 @@ class _Task:
                 count += 1
                 log_sum += log
                 square_sum += log * log
-        if count < ENOUGH_SAMPLES:
-            return
         mean = log_sum / count
         variance = min(MOST_VARIANCE, max(LEAST_VARIANCE, square_sum / count - mean * mean))
         if self.mean is None or abs(mean - self.mean) > 0.02 or abs(variance - self.variance) > 0.02:

@@ -353,7 +353,15 @@ def _result(
             if end > start or spec.task_type is TaskType.REPLAY:  # whose version is that of its log-probs
                 spans.append(Span(version, label, offset + start, offset + end, engine_id, number))
         offset += tokens
-    logprobs = b"".join(piece.logprob_bytes for piece in pieces)
+    token_bytes, logprobs, text = b"", b"", ""
+    top_logprobs: tuple[tuple[tuple[float, int], ...], ...] = ()
+    if last is not None and len(pieces) == 1:  # nearly always
+        token_bytes, logprobs, top_logprobs, text = last.token_bytes, last.logprob_bytes, last.top_logprobs, last.text
+    elif pieces:
+        token_bytes = b"".join([piece.token_bytes for piece in pieces])
+        logprobs = b"".join([piece.logprob_bytes for piece in pieces])
+        top_logprobs = tuple([row for piece in pieces for row in piece.top_logprobs])
+        text = "".join([piece.text for piece in pieces])
     generated = offset
     finish_reason = last.finish_reason if last is not None else "abort"
     if finish_reason == "abort" and outcome is Outcome.COMPLETED:
@@ -372,10 +380,10 @@ def _result(
         stratum=spec.stratum,
         outcome=outcome,
         error=error,
-        token_bytes=b"".join(piece.token_bytes for piece in pieces),
+        token_bytes=token_bytes,
         logprob_bytes=logprobs if len(logprobs) == generated * 4 else b"",
-        top_logprobs=tuple(row for piece in pieces for row in piece.top_logprobs),
-        text="".join(piece.text for piece in pieces) if spec.of_text else "",
+        top_logprobs=top_logprobs,
+        text=text if spec.of_text else "",
         prompt_token_bytes=spec.token_bytes
         if spec.return_prompt_tokens
         else (pieces[0].prompt_token_bytes if pieces else b""),

@@ -41,14 +41,13 @@ class Window(Generic[Name]):
 
 
 class Mix:
-    __slots__ = ("_max_strata", "_outputs", "_strata", "consumed", "dispatched", "target", "_shares")
+    __slots__ = ("_max_strata", "_outputs", "_strata", "consumed", "dispatched", "target")
 
     def __init__(self, target: Mapping[str, float], max_strata: int) -> None:
         self.target = dict(target)
         self._max_strata = max_strata
         self._strata: set[str] = set(target)
         self.dispatched: Window[str] = Window()
-        self._shares: dict[str, tuple[float, float]] = {}  # what `shares` found since the last dispatch
         self.consumed: Window[str] = Window()
         self._outputs: Window[int] = Window()
 
@@ -59,7 +58,6 @@ class Mix:
         if len(self._strata) >= self._max_strata:
             return OTHER
         self._strata.add(stratum)
-        self._shares.clear()
         return stratum
 
     def target_share(self, stratum: str) -> float:
@@ -70,18 +68,14 @@ class Mix:
         return 1.0 / max(1, len(self._strata))
 
     def dispatched_share(self, stratum: str) -> float:
-        return self.dispatched.counts[stratum] / max(1, len(self.dispatched))
+        return self.dispatched.counts.get(stratum, 0) / max(1, len(self.dispatched))
 
     def shares(self, stratum: str) -> tuple[float, float]:
         """(share of what was dispatched lately, target share)."""
-        shares = self._shares.get(stratum)
-        if shares is None:
-            shares = self._shares[stratum] = (self.dispatched_share(stratum), self.target_share(stratum))
-        return shares
+        return self.dispatched_share(stratum), self.target_share(stratum)
 
     def note_dispatched(self, stratum: str) -> None:
         self.dispatched.add(stratum)
-        self._shares.clear()
 
     def note_output(self, fingerprint: int) -> None:
         self._outputs.add(fingerprint)

@@ -14,7 +14,7 @@ from functools import partial
 
 from rolloutd.scheduler import computing, staleness, turns, versions
 from rolloutd.scheduler.entry import BRIEF_TOKENS, Entry, EntryKey
-from rolloutd.scheduler.lanes import Backlog
+from rolloutd.scheduler.lanes import MAX_AFFINE_ENGINES, Backlog
 from rolloutd.scheduler.lineage import Lineage
 from rolloutd.scheduler.rollout import Rollout
 from rolloutd.scheduler.run import Run
@@ -111,6 +111,9 @@ def release_reservations(world: World, entry: Entry) -> None:
     if entry.run.reserved_for is entry:
         entry.run.reserved_for = None
         world.dirty = True
+    if not entry.keeps_room:
+        return
+    entry.keeps_room = False
     for engine in world.engines.values():
         if engine.reserved_for is entry:
             engine.reserved_for = None
@@ -148,7 +151,11 @@ def order(world: World, entry: Entry) -> None:
     entry.keyed_tokens = entry.longest_tokens
     entry.static_key = static_key(facts, entry.queued_at, entry.deadline_at, weights)
     bonus = weights.prefix / max(1, entry.prompt_tokens)
-    bonuses = ((engine, hit * bonus) for engine, hit in entry.hits.items())
+    bonuses: list[tuple[str, float]] = []
+    for engine, hit in entry.hits.items():  # longest first
+        if len(bonuses) == MAX_AFFINE_ENGINES:
+            break
+        bonuses.append((engine, hit * bonus))
     backlog.order(entry, world.next_sequence(), entry.arrival, bonuses)
     world.dirty = True
 
@@ -236,17 +243,19 @@ def refresh_hits(world: World, entry: Entry) -> None:
 
 
 def _hits(world: World, lineage: Lineage, tokens: bytes) -> dict[str, int]:
-    """Tokens of a prompt in the engines' caches that their present weights may use."""
+    """Tokens of a prompt in the engines' caches that their present weights may use, longest first."""
     namespace, only = lineage.lookups[0]
     hits = world.index.match(namespace, tokens)
     if only is None:
         return hits
     found = {engine: hit for engine, hit in hits.items() if engine in only}
+    if len(lineage.lookups) == 1:
+        return found
     for namespace, only in lineage.lookups[1:]:
         for engine, hit in world.index.match(namespace, tokens).items():
             if hit > found.get(engine, 0) and (only is None or engine in only):
                 found[engine] = hit
-    return found
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
 def note_siblings(world: World, entry: Entry) -> None:

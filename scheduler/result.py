@@ -3,8 +3,8 @@
 Invariants
 - `token_bytes` of a result is the concatenation of its pieces, each exactly as an engine reported it.
 - Spans cover all tokens of the result, in order, without gaps.
-- Nothing here changes once it is made. (`frozen` would say so, and make each one three times as dear to make: they are made for
-  every rollout.)
+- Nothing here changes once it is made. (`frozen` would say so, but it is made for every rollout: compiled, an `__init__` that
+  is written out costs a sixth of a generated one, and cannot be frozen.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rolloutd.scheduler.spec import TOKEN_BYTES
 from rolloutd.scheduler.states import Outcome, RolloutClass, TaskType
 
 
-@dataclass(slots=True)
+@dataclass(init=False, slots=True)
 class Piece:
     """What one attempt generated (a slice): ids uint32 LE, log-probs float32 LE aligned with them or empty.
 
@@ -38,6 +38,36 @@ class Piece:
     version_spans: tuple[tuple[str, int, int], ...] = ()
     versions: tuple[int, ...] = ()  # policy version of each span, once the core knows it
     extras: Mapping[str, Any] = field(default_factory=dict)
+
+    def __init__(
+        self,
+        token_bytes: bytes,
+        finish_reason: str,
+        logprob_bytes: bytes = b"",
+        top_logprobs: tuple[tuple[tuple[float, int], ...], ...] = (),
+        matched_stop: int | str | None = None,
+        text: str = "",
+        prompt_tokens: int = 0,
+        cached_tokens: int = 0,
+        prompt_token_bytes: bytes = b"",
+        prompt_logprob_bytes: bytes = b"",
+        version_spans: tuple[tuple[str, int, int], ...] = (),
+        versions: tuple[int, ...] = (),
+        extras: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.token_bytes = token_bytes
+        self.finish_reason = finish_reason
+        self.logprob_bytes = logprob_bytes
+        self.top_logprobs = top_logprobs
+        self.matched_stop = matched_stop
+        self.text = text
+        self.prompt_tokens = prompt_tokens
+        self.cached_tokens = cached_tokens
+        self.prompt_token_bytes = prompt_token_bytes
+        self.prompt_logprob_bytes = prompt_logprob_bytes
+        self.version_spans = version_spans
+        self.versions = versions
+        self.extras = {} if extras is None else extras
 
     def without_last_token(self, of_text: bool) -> Piece:
         """What an interrupted attempt hands to the next one.
@@ -100,7 +130,7 @@ class Piece:
         )
 
 
-@dataclass(slots=True)
+@dataclass(init=False, slots=True)
 class Span:
     """Tokens [start, end) of a result and who wrote them."""
 
@@ -111,8 +141,24 @@ class Span:
     engine_id: str
     attempt: int
 
+    def __init__(
+        self,
+        policy_version: int,
+        engine_version: str,
+        start: int,
+        end: int,
+        engine_id: str,
+        attempt: int,
+    ) -> None:
+        self.policy_version = policy_version
+        self.engine_version = engine_version
+        self.start = start
+        self.end = end
+        self.engine_id = engine_id
+        self.attempt = attempt
 
-@dataclass(slots=True)
+
+@dataclass(init=False, slots=True)
 class AttemptRecord:
     """One attempt in the life of a rollout. Times are in seconds since acceptance."""
 
@@ -125,8 +171,28 @@ class AttemptRecord:
     generated_tokens: int  # that it brought back
     end: str  # the engine's finish reason, why we stopped it, or its fault, in one word
 
+    def __init__(
+        self,
+        number: int,
+        engine_id: str,
+        batch_id: int,
+        policy_version: int,
+        started_seconds: float,
+        ended_seconds: float,
+        generated_tokens: int,
+        end: str,
+    ) -> None:
+        self.number = number
+        self.engine_id = engine_id
+        self.batch_id = batch_id
+        self.policy_version = policy_version
+        self.started_seconds = started_seconds
+        self.ended_seconds = ended_seconds
+        self.generated_tokens = generated_tokens
+        self.end = end
 
-@dataclass(slots=True)
+
+@dataclass(init=False, slots=True)
 class RolloutResult:
     """How a rollout ended, with everything it produced. Times are in seconds since acceptance."""
 
@@ -170,6 +236,90 @@ class RolloutResult:
     policy_version: int = 0  # the newest one of its run and pool when it ended
     stale: bool = False  # its oldest token is further behind that than it allows; delivered because its run says so
     history: tuple[AttemptRecord, ...] = ()  # the last `HISTORY_ATTEMPTS` of its attempts
+
+    def __init__(
+        self,
+        run_id: str,
+        rollout_id: str,
+        group_id: str,
+        sample_index: int,
+        session_id: str,
+        turn: int,
+        step: int | None,
+        rollout_class: RolloutClass,
+        task_type: TaskType,
+        stratum: str,
+        outcome: Outcome,
+        error: Refusal | None,
+        token_bytes: bytes,
+        logprob_bytes: bytes,
+        top_logprobs: tuple[tuple[tuple[float, int], ...], ...],
+        text: str,
+        prompt_token_bytes: bytes,
+        prompt_logprob_bytes: bytes,
+        finish_reason: str,
+        matched_stop: int | str | None,
+        spans: tuple[Span, ...],
+        engine_id: str,
+        batch_id: int,
+        attempts: int,
+        preemptions: int,
+        prompt_tokens: int,
+        cached_tokens: int,
+        predicted_cached_tokens: int,
+        generated_tokens: int,
+        queued_seconds: float,
+        first_token_seconds: float,
+        running_seconds: float,
+        total_seconds: float,
+        prompt_hash: str,
+        complete: bool,
+        clipped: bool,
+        extras: Mapping[str, Any],
+        policy_version: int = 0,
+        stale: bool = False,
+        history: tuple[AttemptRecord, ...] = (),
+    ) -> None:
+        self.run_id = run_id
+        self.rollout_id = rollout_id
+        self.group_id = group_id
+        self.sample_index = sample_index
+        self.session_id = session_id
+        self.turn = turn
+        self.step = step
+        self.rollout_class = rollout_class
+        self.task_type = task_type
+        self.stratum = stratum
+        self.outcome = outcome
+        self.error = error
+        self.token_bytes = token_bytes
+        self.logprob_bytes = logprob_bytes
+        self.top_logprobs = top_logprobs
+        self.text = text
+        self.prompt_token_bytes = prompt_token_bytes
+        self.prompt_logprob_bytes = prompt_logprob_bytes
+        self.finish_reason = finish_reason
+        self.matched_stop = matched_stop
+        self.spans = spans
+        self.engine_id = engine_id
+        self.batch_id = batch_id
+        self.attempts = attempts
+        self.preemptions = preemptions
+        self.prompt_tokens = prompt_tokens
+        self.cached_tokens = cached_tokens
+        self.predicted_cached_tokens = predicted_cached_tokens
+        self.generated_tokens = generated_tokens
+        self.queued_seconds = queued_seconds
+        self.first_token_seconds = first_token_seconds
+        self.running_seconds = running_seconds
+        self.total_seconds = total_seconds
+        self.prompt_hash = prompt_hash
+        self.complete = complete
+        self.clipped = clipped
+        self.extras = extras
+        self.policy_version = policy_version
+        self.stale = stale
+        self.history = history
 
     def without_tokens(self) -> RolloutResult:
         """What is left of a result that is withheld: everything but what the policy wrote."""

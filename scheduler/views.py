@@ -30,7 +30,7 @@ class DecisionKind(enum.IntEnum):
     REFUSED = 6
 
 
-@dataclass(slots=True)
+@dataclass(init=False, slots=True)
 class Decision:
     """Why a rollout went to an engine, or was held or interrupted."""
 
@@ -43,6 +43,28 @@ class Decision:
     gate: Gate
     considered: Considered
     message: str
+
+    def __init__(
+        self,
+        at_seconds: float,
+        kind: DecisionKind,
+        run_id: str,
+        rollout_id: str,
+        batch_id: int,
+        engine_id: str,
+        gate: Gate,
+        considered: Considered,
+        message: str,
+    ) -> None:
+        self.at_seconds = at_seconds
+        self.kind = kind
+        self.run_id = run_id
+        self.rollout_id = rollout_id
+        self.batch_id = batch_id
+        self.engine_id = engine_id
+        self.gate = gate
+        self.considered = considered
+        self.message = message
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:

@@ -182,7 +182,7 @@ class World:
             facts.pool == pool
             and not engine.removed
             and (engine.owner == run.run_id or not (engine.owner or pool in run.published))
-            and all(facts.labels.get(name) == value for name, value in labels.items())
+            and (not labels or all(facts.labels.get(name) == value for name, value in labels.items()))
         )
 
     def pool_engines(self, run: Run, pool: str, labels: Mapping[str, str]) -> list[Engine]:
