@@ -97,6 +97,11 @@ def simulate(plan: Plan, arm: str, seed: int, note: Note | None = None) -> Itera
         yield figures(arm, replace(workload, name=plan.name), seed, epoch, record, limit, machines)
 
 
+def plan_of(argv: Sequence[str]) -> Plan:
+    """What a command line asks for, but for arms and seeds. Raises as `main` reports."""
+    return _plan(_parser().parse_args(argv))
+
+
 def core_of(arm: str, seed: int, config: SchedulerConfig) -> Core:
     """The production core, or a control arm by name."""
     return Scheduler(config, random.Random(seed), 0.0) if arm == PRODUCT else ARMS[arm]()

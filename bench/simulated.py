@@ -40,6 +40,7 @@ from rolloutd.scheduler.states import Outcome, RolloutClass, TaskType, TrainerSt
 
 RUN_ID = "run"
 CONSUMER_ID = "trainer"
+PATIENCE_SECONDS = 3_600.0  # simulated: the longest output takes less than half of it
 
 
 @dataclass(slots=True)
@@ -95,9 +96,9 @@ class Epochs:
         before = (self._handle_seconds, simulation.events_handled, self._prefill_seconds())
         epoch = self._epoch = _Epoch(simulation, workload, on_progress)
         epoch.plan()
-        simulation.run(stop=lambda: epoch.over)
+        simulation.run(stop=lambda: epoch.over or simulation.now - epoch.last_end > PATIENCE_SECONDS)
         if not epoch.over:
-            raise AssertionError(f"{epoch.left} rollouts of {workload.name} never ended")
+            raise AssertionError(f"{epoch.left} rollouts of {workload.name} did not end: nothing did for {PATIENCE_SECONDS} s")
         record = epoch.record
         record.seconds = simulation.now - epoch.started
         record.handle_seconds = self._handle_seconds - before[0]
@@ -115,7 +116,7 @@ class Epochs:
         refused = [one for one in self.simulation.send(PublishPolicy(RUN_ID, update)) if isinstance(one, Refuse)]
         if refused:
             raise AssertionError(f"publication refused: {refused[0].error.message}")
-        self.simulation.run(stop=lambda: self._published >= self.version)
+        self.simulation.run(started + PATIENCE_SECONDS, stop=lambda: self._published >= self.version)
         if self._published < self.version:
             raise AssertionError(f"version {self.version} was never on all engines")
         return self.simulation.now - started
@@ -157,7 +158,7 @@ class _Epoch:
 
     def __init__(self, simulation: Simulation, workload: Workload, on_progress: Callable[[int], None] | None) -> None:
         self.record = EpochRecord()
-        self.started = simulation.now
+        self.started = self.last_end = simulation.now
         self.left = workload.rollouts
         self._simulation = simulation
         self._workload = workload
@@ -206,6 +207,7 @@ class _Epoch:
             of.engine_tokens[span.engine_id] = of.engine_tokens.get(span.engine_id, 0) + span.end - span.start
         of.preemptions += result.preemptions
         self.left -= 1
+        self.last_end = self._simulation.now
         self._at(self._simulation.now, lambda: self._acknowledge(result.rollout_id, completed))
         if result.session_id in self._sessions:
             self._turn_over(self._sessions[result.session_id], result)
