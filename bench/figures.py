@@ -34,7 +34,8 @@ class Figures:
     that class, in bounds of the whole. session_mean_seconds: from the start to the end of a session's last turn.
     session_over_alone: mean end of sessions over the mean of what each would take alone, with its cache. used: share of the
     pool's decode capacity that the output took. prefill_share: of engine time. moves: dispatches per rollout, less one.
-    handle_us_per_rollout: wall microseconds inside the scheduler.
+    Of training loops: idle_ratio, share of time in which nothing trains, and its least by the bound; samples_per_second, those
+    that were trained on. handle_us_per_rollout: wall microseconds inside the scheduler.
     """
 
     arm: str
@@ -56,6 +57,9 @@ class Figures:
     used: float | None = None
     prefill_share: float | None = None
     moves: float | None = None
+    idle_ratio: float | None = None
+    idle_ratio_least: float | None = None
+    samples_per_second: float | None = None
     failed: int = 0
     handle_us_per_rollout: float | None = None
 

@@ -42,14 +42,24 @@ class Scenario:
     kv_tokens: int = 200_000
     context_tokens: int = 32_768
 
-    def draw(self, seed: int, vocabulary_size: int, *, step: int = 0, epoch: int = 0, scale: int = 1) -> Workload:
-        """`scale` times as many prompts, tasks and reward queries."""
+    def draw(
+        self,
+        seed: int,
+        vocabulary_size: int,
+        *,
+        step: int = 0,
+        epoch: int = 0,
+        scale: int = 1,
+        needed_by_step: int | None = None,
+    ) -> Workload:
+        """`scale` times as many prompts, tasks and reward queries. needed_by_step: of what somebody waits for; None: `step`."""
         limits = Limits(vocabulary_size, self.context_tokens)
         items = []
         sessions = []
         for traffic in self.traffic:
             critical = not isinstance(traffic, RewardTraffic) and traffic.work_class is WorkClass.CRITICAL
-            needed = step if critical or isinstance(traffic, RewardTraffic) else None
+            awaited = step if needed_by_step is None else needed_by_step
+            needed = awaited if critical or isinstance(traffic, RewardTraffic) else None
             match traffic:
                 case GroupTraffic():
                     larger = replace(traffic, groups=traffic.groups * scale)

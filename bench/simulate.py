@@ -26,11 +26,13 @@ from rolloutd.bench.arms import ARMS
 from rolloutd.bench.figures import Figures, Limit, figures
 from rolloutd.bench.mooncake import TraceError, read_mooncake
 from rolloutd.bench.quality_report import json_line, print_table
-from rolloutd.bench.scenarios import SCENARIOS
+from rolloutd.bench.scenarios import Q1, SCENARIOS
 from rolloutd.bench.simulated import Epochs
 from rolloutd.bench.simulated_pool import Pool, add_pool_arguments, pool_of
+from rolloutd.bench.training_loop import LOOPS, STEPS, TrainingLoop, loop_figures
 from rolloutd.bench.virtual_core import Core
 from rolloutd.bench.workload import Limits, Workload
+from rolloutd.engines.sim.config import MachineConfig
 from rolloutd.scheduler.config import SchedulerConfig
 from rolloutd.scheduler.machine import Scheduler
 from rolloutd.server.config import load_config
@@ -54,6 +56,8 @@ class Plan:
     pool: Pool
     epochs: int
     config: SchedulerConfig
+    steps: int = 0  # of a training loop; 0: no loop
+    scale: int = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,6 +86,9 @@ def simulate(plan: Plan, arm: str, seed: int, note: Note | None = None) -> Itera
     if arm != PRODUCT:
         machines = [replace(machine, stream_interval=QUIET_STREAM_INTERVAL) for machine in machines]
     epochs = Epochs(core_of(arm, seed, plan.config), machines)
+    if plan.steps:
+        yield _train(plan, arm, seed, epochs, machines, note)
+        return
     for epoch in range(plan.epochs):
         workload = plan.draw(seed, epoch)
         limit = Limit.of(workload, machines)
@@ -95,6 +102,16 @@ def simulate(plan: Plan, arm: str, seed: int, note: Note | None = None) -> Itera
             None if note is None else lambda back, of=doing, all=total: note(of, back, all),  # type: ignore[misc]
         )
         yield figures(arm, replace(workload, name=plan.name), seed, epoch, record, limit, machines)
+
+
+def _train(
+    plan: Plan, arm: str, seed: int, epochs: Epochs, machines: Sequence[MachineConfig], note: Note | None
+) -> Figures:
+    off = plan.name == LOOPS[1]
+    vocabulary = machines[0].model.vocabulary_size
+    loop = TrainingLoop(epochs, seed, vocabulary, steps=plan.steps, off=off, scale=plan.scale)
+    loop.run(None if note is None else lambda done: note(f"{plan.name} {arm} seed {seed}", done, plan.steps))
+    return loop_figures(arm, plan.name, seed, loop, machines)
 
 
 def plan_of(argv: Sequence[str]) -> Plan:
@@ -143,7 +160,7 @@ def _parser() -> argparse.ArgumentParser:
         "workload",
         metavar="WORKLOAD",
         help=", ".join(f"{one.name} ({one.title})" for one in SCENARIOS.values())
-        + ", or a file in Mooncake's JSONL format",
+        + f", {LOOPS[0]} (a loop of Q1 steps), {LOOPS[1]} (one step off-policy), or a file in Mooncake's JSONL format",
     )
     parser.add_argument("--seed", type=int, metavar="N", help="one seed (0)")
     parser.add_argument("--seeds", metavar="A-B", help="several, such as 0-9")
@@ -159,6 +176,7 @@ def _parser() -> argparse.ArgumentParser:
         help="then a second epoch of the same prompts after a policy version: only what was learnt of lengths carries over",
     )
     parser.add_argument("--scale", type=int, default=1, metavar="N", help="times as many prompts (1)")
+    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"of a training loop ({STEPS})")
     parser.add_argument("--rate", type=float, default=1.0, help="of a file: times as fast (1)")
     parser.add_argument("--requests", type=int, default=2_000, metavar="N", help="of a file: at most so many (2000)")
     parser.add_argument("--config", type=Path, metavar="FILE", help="settings of the scheduler, as of `rolloutd serve`")
@@ -172,6 +190,11 @@ def _plan(options: argparse.Namespace) -> Plan:
         raise ConfigError(f"--scale: {options.scale} must be at least 1")
     config = load_config(options.config, os.environ, {}).scheduler
     epochs = 2 if options.warm else 1
+    if options.workload in LOOPS:
+        if options.steps < 1:
+            raise ConfigError(f"--steps: {options.steps} must be at least 1")
+        pool = pool_of(options, Q1.engines, Q1.slots, Q1.kv_tokens, Q1.context_tokens)
+        return Plan(options.workload, _no_epochs, pool, 1, config, options.steps, options.scale)
     scenario = SCENARIOS.get(options.workload)
     if scenario is not None:
         pool = pool_of(options, scenario.engines, scenario.slots, scenario.kv_tokens, scenario.context_tokens)
@@ -186,7 +209,9 @@ def _plan(options: argparse.Namespace) -> Plan:
         )
     path = Path(options.workload)
     if not path.is_file():
-        raise ConfigError(f"WORKLOAD: {options.workload!r} is neither a file nor one of {', '.join(SCENARIOS)}")
+        raise ConfigError(
+            f"WORKLOAD: {options.workload!r} is neither a file nor one of {', '.join((*SCENARIOS, *LOOPS))}"
+        )
     pool = pool_of(options, engines=8, slots=32, kv_tokens=750_000, context_tokens=131_072)
     limits = Limits(pool.machines[0].model.vocabulary_size, pool.context_tokens)
     return Plan(
@@ -198,6 +223,10 @@ def _plan(options: argparse.Namespace) -> Plan:
         epochs,
         config,
     )
+
+
+def _no_epochs(seed: int, epoch: int) -> Workload:
+    raise AssertionError("a training loop draws its own steps")
 
 
 def _arms(names: Sequence[str] | None) -> list[str]:

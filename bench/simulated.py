@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from rolloutd.bench.metrics import RolloutRecord
 from rolloutd.bench.sessions import turn_item
 from rolloutd.bench.virtual import LATENCY_SECONDS, LOAD_PERIOD_SECONDS, Simulation
+from rolloutd.bench.virtual_control import ControlTiming
 from rolloutd.bench.virtual_core import Core
 from rolloutd.bench.virtual_engine import SimEngine
 from rolloutd.bench.workload import Item, Session, Workload
@@ -40,6 +41,7 @@ from rolloutd.scheduler.states import Outcome, RolloutClass, TaskType, TrainerSt
 
 RUN_ID = "run"
 CONSUMER_ID = "trainer"
+UPDATE_SECONDS = 2.0
 PATIENCE_SECONDS = 3_600.0  # simulated: the longest output takes less than half of it
 
 
@@ -65,7 +67,10 @@ class EpochRecord:
 
 
 class Epochs:
-    """One scheduler, one pool, one run with one consumer."""
+    """One scheduler, one pool, one run with one consumer.
+
+    update_seconds: that an engine takes to load the weights of a policy version.
+    """
 
     def __init__(
         self,
@@ -74,39 +79,59 @@ class Epochs:
         *,
         latency_seconds: float = LATENCY_SECONDS,
         load_period_seconds: float = LOAD_PERIOD_SECONDS,
+        update_seconds: float = UPDATE_SECONDS,
     ) -> None:
         self.simulation = Simulation(core, latency_seconds=latency_seconds, load_period_seconds=load_period_seconds)
         self.version = 0
-        self._machines = machines
         self._handle = self.simulation.handle
         self._handle_seconds = 0.0
         self.simulation.handle = self._metered
         self.simulation.observers.append(self._watch)
-        self._epoch: _Epoch | None = None
-        self._published = -1
+        self._served: dict[str, Served] = {}  # rollout -> of which workload it is, while it is out
+        self._published = 0
+        self._last_end = 0.0
+        timing = ControlTiming(load_seconds=update_seconds)
         for number, machine in enumerate(machines):
-            self.simulation.add_engine(SimEngine(f"engine-{number}", machine))
-            self.simulation.connect(RUN_ID, CONSUMER_ID, self._receive)
+            self.simulation.add_engine(SimEngine(f"engine-{number}", machine, control=timing))
+        self.simulation.connect(RUN_ID, CONSUMER_ID, self._receive)
         self.simulation.send(AttachConsumer(RUN_ID, CONSUMER_ID))
 
     def run(self, workload: Workload, step: int, on_progress: Callable[[int], None] | None = None) -> EpochRecord:
         """Serve it all, while the trainer waits. on_progress: called with the number of rollouts that came back so far."""
         simulation = self.simulation
-        self._report(step, TrainerState.WAITING, workload.rollouts)
+        self.report(step, TrainerState.WAITING, samples_needed=workload.rollouts)
         before = (self._handle_seconds, simulation.events_handled, self._prefill_seconds())
-        epoch = self._epoch = _Epoch(simulation, workload, on_progress)
-        epoch.plan()
-        simulation.run(stop=lambda: epoch.over or simulation.now - epoch.last_end > PATIENCE_SECONDS)
-        if not epoch.over:
-            raise AssertionError(f"{epoch.left} rollouts of {workload.name} did not end: nothing did for {PATIENCE_SECONDS} s")
-        record = epoch.record
-        record.seconds = simulation.now - epoch.started
+        served = self.begin(workload, on_progress)
+        self.until(lambda: served.over)
+        record = served.record
+        record.seconds = simulation.now - served.started
         record.handle_seconds = self._handle_seconds - before[0]
         record.events = simulation.events_handled - before[1]
         record.prefill_seconds = self._prefill_seconds() - before[2]
-        self._epoch = None
-        self._report(step, TrainerState.TRAINING, 0)
+        self.report(step, TrainerState.TRAINING)
         return record
+
+    def begin(self, workload: Workload, on_progress: Callable[[int], None] | None = None) -> Served:
+        """Submit a workload beside whatever is there; its arrivals count from now."""
+        served = Served(self.simulation, workload, self._served, on_progress)
+        served.plan()
+        return served
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Go on until that is so. Raises AssertionError where nothing comes back for `PATIENCE_SECONDS`."""
+        simulation = self.simulation
+        self._last_end = simulation.now
+        while not done():
+            simulation.run(stop=lambda: done() or simulation.now - self._last_end > PATIENCE_SECONDS)
+            if not done():
+                left = sorted(self._served)
+                raise AssertionError(
+                    f"{len(left)} rollouts do not end, nothing did for {PATIENCE_SECONDS} s: {left[:3]}"
+                )
+
+    def rest(self, seconds: float) -> None:
+        """Let that time pass."""
+        self.simulation.run(self.simulation.now + seconds)
 
     def publish(self) -> float:
         """The next policy version, on every engine; returns the simulated seconds that took."""
@@ -121,9 +146,19 @@ class Epochs:
             raise AssertionError(f"version {self.version} was never on all engines")
         return self.simulation.now - started
 
-    def _report(self, step: int, state: TrainerState, samples_needed: int) -> None:
-        report = StepReport(step=step, trainer_state=state, samples_needed=samples_needed)
+    def report(
+        self, step: int, state: TrainerState, *, samples_needed: int = 0, policy_entropy: float | None = None
+    ) -> None:
+        """Tell the scheduler what the trainer does."""
+        report = StepReport(
+            step=step, trainer_state=state, samples_needed=samples_needed, policy_entropy=policy_entropy
+        )
         self.simulation.send(ReportStep(RUN_ID, report))
+
+    @property
+    def handle_seconds(self) -> float:
+        """Wall seconds inside the scheduler so far."""
+        return self._handle_seconds
 
     def _prefill_seconds(self) -> float:
         loads = (engine.load(self.simulation.now) for engine in self.simulation.engines.values())
@@ -138,8 +173,8 @@ class Epochs:
     def _watch(self, event: Event, actions: list[Action]) -> None:
         for action in actions:
             match action:
-                case Dispatch() if self._epoch is not None:
-                    self._epoch.started_one(action.rollout_id)
+                case Dispatch():
+                    self._served[action.rollout_id].started_one(action.rollout_id)
                 case PublishEnded():
                     if action.failed:
                         raise AssertionError(f"version {action.version} failed on {', '.join(action.failed)}")
@@ -147,18 +182,27 @@ class Epochs:
 
     def _receive(self, delivery: Deliver) -> None:
         match delivery.event:
-            case Finished(result) if self._epoch is not None:
-                self._epoch.finished(result)
+            case Finished(result):
+                self._last_end = self.simulation.now
+                self._served.pop(result.rollout_id).finished(result)
             case Rejected(rollout_id, error):
                 raise AssertionError(f"rollout {rollout_id} was rejected: {error.message}")
 
 
-class _Epoch:
-    """The trainer of one epoch: submits, releases turns, acknowledges at once."""
+class Served:
+    """One workload on its way: submits, releases turns, acknowledges at once."""
 
-    def __init__(self, simulation: Simulation, workload: Workload, on_progress: Callable[[int], None] | None) -> None:
+    def __init__(
+        self,
+        simulation: Simulation,
+        workload: Workload,
+        out: dict[str, Served],
+        on_progress: Callable[[int], None] | None,
+    ) -> None:
+        """out: where each rollout is entered while it is out."""
         self.record = EpochRecord()
-        self.started = self.last_end = simulation.now
+        self.started = simulation.now
+        self._out = out
         self.left = workload.rollouts
         self._simulation = simulation
         self._workload = workload
@@ -193,8 +237,6 @@ class _Epoch:
     def finished(self, result: RolloutResult) -> None:
         of = self.record
         record = of.records[result.rollout_id]
-        if record.deliveries:
-            raise AssertionError(f"rollout {result.rollout_id} was delivered twice")
         completed = result.outcome is Outcome.COMPLETED
         if completed:
             record.deliveries = 1
@@ -207,7 +249,6 @@ class _Epoch:
             of.engine_tokens[span.engine_id] = of.engine_tokens.get(span.engine_id, 0) + span.end - span.start
         of.preemptions += result.preemptions
         self.left -= 1
-        self.last_end = self._simulation.now
         self._at(self._simulation.now, lambda: self._acknowledge(result.rollout_id, completed))
         if result.session_id in self._sessions:
             self._turn_over(self._sessions[result.session_id], result)
@@ -243,6 +284,7 @@ class _Epoch:
     def _send(self, items: Sequence[Item]) -> None:
         for item in items:
             self.record.records[item.rollout_id] = RolloutRecord(item.kind, self._elapsed())
+            self._out[item.rollout_id] = self
         self._simulation.send(SubmitRollouts(RUN_ID, CONSUMER_ID, tuple(self._spec(item) for item in items)))
 
     def _acknowledge(self, rollout_id: str, used: bool) -> None:
