@@ -3,7 +3,8 @@
 Invariants
 - Hits are whole pages, and at least the last prompt token is always computed: a prompt of P tokens can have at most
   floor((P - 1) / page) pages served from cache (SGLang matches up to the last token but one, then cuts to whole pages).
-- Only earlier prompts serve later ones; generated tokens and hits across policy versions are not counted.
+- Only earlier prompts serve later ones, and the turn before serves the next with its output; hits across policy versions are
+  not counted.
 
 What this module does not know: cache sizes, eviction, engines, placement.
 
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from rolloutd.bench.workload import TOKEN_BYTES
+from rolloutd.bench.workload import TOKEN_BYTES, Session, Workload
 
 # Increment and multipliers of the SplitMix64 generator (Steele, Lea, Flood 2014).
 _STEP = np.uint64(0x9E3779B97F4A7C15)
@@ -83,6 +84,34 @@ def prefix_hit_ceiling(prompts: Sequence[bytes], page_size_tokens: int) -> float
         raise ValueError("no prompt given: a ceiling needs at least one")
     cached_tokens = int(cacheable_prefix_tokens(prompts, page_size_tokens).sum())
     return cached_tokens / (sum(map(len, prompts)) // TOKEN_BYTES)
+
+
+def cacheable_turn_tokens(sessions: Sequence[Session], page_size_tokens: int) -> npt.NDArray[np.int64]:
+    """For each turn of each session in order, the tokens that an infinite cache would serve; shape (turns,).
+
+    A first turn: from the first prompts of sessions before it. A later one: from the turn before, whose newest token has no KV.
+    """
+    firsts = cacheable_prefix_tokens([session.turns[0].new_bytes for session in sessions], page_size_tokens)
+    cached: list[int] = []
+    for session, first in zip(sessions, firsts.tolist(), strict=True):
+        lengths = session.lengths()
+        cached.append(first)
+        for (before, output), (prompt, _) in zip(lengths, lengths[1:], strict=False):
+            pages = min((before + output - 1) // page_size_tokens, (prompt - 1) // page_size_tokens)
+            cached.append(pages * page_size_tokens)
+    return np.array(cached, dtype=np.int64)
+
+
+def workload_hit_ceiling(workload: Workload, page_size_tokens: int) -> float:
+    """Cacheable share of all prompt tokens of a workload, in [0, 1); its items and its sessions share nothing."""
+    items, sessions = workload.items, workload.sessions
+    cached = int(cacheable_prefix_tokens([item.prompt_bytes for item in items], page_size_tokens).sum())
+    cached += int(cacheable_turn_tokens(sessions, page_size_tokens).sum())
+    prompts = sum(item.prompt_tokens for item in items)
+    prompts += sum(prompt for session in sessions for prompt, _ in session.lengths())
+    if not prompts:
+        raise ValueError(f"workload {workload.name!r} is empty: a ceiling needs at least one prompt")
+    return cached / prompts
 
 
 def _held_pages(ends: list[int], pages: set[int]) -> int:

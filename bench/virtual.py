@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rolloutd.bench.metrics import RolloutRecord
+from rolloutd.bench.virtual_core import Core
 from rolloutd.bench.virtual_engine import Report, SimEngine, VirtualEngine
 from rolloutd.bench.workload import Item, Workload
 from rolloutd.engines.sim.config import MachineConfig
@@ -58,7 +59,7 @@ class Simulation:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        scheduler: Core,
         *,
         latency_seconds: float = LATENCY_SECONDS,
         load_period_seconds: float = LOAD_PERIOD_SECONDS,

@@ -89,6 +89,47 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """One turn of a session. new_bytes: what it adds to the context (turn 0: the whole prompt), ids uint32 little-endian.
+
+    gap_seconds: from the end of the turn before it to its arrival, while a tool runs. output_tokens: hidden, as an item's.
+    """
+
+    new_bytes: bytes
+    output_tokens: int
+    sampling_seed: int
+    gap_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """A multi-turn trajectory in a closed loop: each turn's prompt is all before it and its own new tokens."""
+
+    session_id: str
+    work_class: WorkClass
+    task_type: TaskType
+    stratum: str
+    max_new_tokens: int
+    turns: tuple[Turn, ...]
+    arrival_seconds: float = 0.0
+    needed_by_step: int | None = None
+
+    @property
+    def kind(self) -> Kind:
+        """The row of the report its turns belong to."""
+        return Kind(self.work_class.value)
+
+    def lengths(self) -> list[tuple[int, int]]:
+        """(prompt tokens, output tokens) of each turn."""
+        lengths, context = [], 0
+        for turn in self.turns:
+            context += len(turn.new_bytes) // TOKEN_BYTES
+            lengths.append((context, turn.output_tokens))
+            context += turn.output_tokens
+        return lengths
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """What the engines take. Workloads are clipped to it as they are drawn.
 
@@ -113,21 +154,32 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Items in arrival order."""
+    """Items in arrival order, and sessions whose turns become items as they go."""
 
     name: str
     items: tuple[Item, ...]
+    sessions: tuple[Session, ...] = ()
 
     @classmethod
-    def of(cls, name: str, items: Iterable[Item]) -> Workload:
+    def of(cls, name: str, items: Iterable[Item], sessions: Iterable[Session] = ()) -> Workload:
         """Sort by arrival (stable) and refuse an id that occurs twice."""
         ordered = tuple(sorted(items, key=lambda item: item.arrival_seconds))
+        in_order = tuple(sorted(sessions, key=lambda session: session.arrival_seconds))
         seen: set[str] = set()
-        for item in ordered:
-            if item.rollout_id in seen:
-                raise ValueError(f"rollout_id {item.rollout_id!r} occurs twice in workload {name!r}")
-            seen.add(item.rollout_id)
-        return cls(name, ordered)
+        for name_of, ids in (
+            ("rollout_id", [item.rollout_id for item in ordered]),
+            ("session_id", [session.session_id for session in in_order]),
+        ):
+            for one in ids:
+                if one in seen:
+                    raise ValueError(f"{name_of} {one!r} occurs twice in workload {name!r}")
+                seen.add(one)
+        return cls(name, ordered, in_order)
+
+    @property
+    def rollouts(self) -> int:
+        """Rollouts in it, turns included."""
+        return len(self.items) + sum(len(session.turns) for session in self.sessions)
 
     def of_kind(self, kind: Kind) -> tuple[Item, ...]:
         """The items of one kind, in arrival order."""

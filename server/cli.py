@@ -1,4 +1,4 @@
-"""The command `rolloutd`: serve, check, health, engine-sim, submit, publish, lineage, demo.
+"""The command `rolloutd`: serve, check, health, engine-sim, submit, publish, lineage, demo, simulate.
 
 Invariants
 - Parsing needs nothing heavy; each command imports what it runs.
@@ -24,14 +24,22 @@ if TYPE_CHECKING:
     from rolloutd.server.config import ServerConfig
 
 DEFAULT_TARGET = "127.0.0.1:50051"
+# Commands whose flags are their own: module with a `main(argv)`.
+APART = {
+    "demo": ("rolloutd.bench.demo", "watch a GRPO-shaped loop over simulated engines"),
+    "simulate": (
+        "rolloutd.bench.simulate",
+        "serve a workload in virtual time, and compare with other ways to schedule",
+    ),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser(arguments[:1])
-    if arguments[:1] == ["demo"]:  # its flags are its own
-        return int(importlib.import_module("rolloutd.bench.demo").main(arguments[1:]))
+    if arguments and arguments[0] in APART:
+        return int(importlib.import_module(APART[arguments[0]][0]).main(arguments[1:]))
     options = parser.parse_args(arguments)
     if "run" not in options:
         parser.print_help(sys.stderr)
@@ -136,7 +144,8 @@ def _parser(command: Sequence[str]) -> argparse.ArgumentParser:
     lineage.add_argument("files", nargs="+", type=Path, metavar="FILE")
     lineage.set_defaults(run=_lineage)
 
-    commands.add_parser("demo", help="watch a GRPO-shaped loop over simulated engines", add_help=False)
+    for name, (_, purpose) in APART.items():
+        commands.add_parser(name, help=purpose, add_help=False)
     return parser
 
 

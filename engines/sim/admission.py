@@ -124,7 +124,7 @@ def select_prefill(
         expected = min(max(sequence.remaining_tokens, 0), CLIP_MAX_NEW_TOKENS)
         alone = not running and not batch
         if not alone:
-            if extend_total + extend > max_prefill_tokens:
+            if batch and extend_total + extend > max_prefill_tokens:
                 pool.drop_match(holding)
                 return batch, False
             if extend + expected + page >= pool.available_pages * page - promised:

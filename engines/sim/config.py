@@ -43,7 +43,8 @@ class MachineConfig:
     """Size and behaviour of one engine; words as in SGLang's flags.
 
     log_cache: keep what the prefix cache does for `SimMachine.take_cache_events`.
-    write_tokens: False keeps only counts (frames without tokens, outputs not cached), for large virtual pools.
+    write_tokens: False fills outputs from a table instead of writing what the weights say, for large virtual pools; needs
+        requests whose length is known.
     """
 
     slots: int = 32

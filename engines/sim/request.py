@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from rolloutd.engines.sim.config import MachineConfig
+from rolloutd.engines.sim.filler import filler_tokens
 from rolloutd.engines.sim.pool import Holding
 from rolloutd.engines.sim.radix import TOKEN_BYTES
 from rolloutd.engines.sim.tokens import LengthWriter, Sampling, TokenWriter
@@ -135,6 +136,9 @@ class Sequence:
             self.writer = TokenWriter(config.model, self.request.prompt, sampling, weight_version)
         else:
             self.writer = LengthWriter(self.request.prompt_tokens, sampling)
+            self.writer.tokens = filler_tokens(
+                self.request.prompt, sampling.sampling_seed, self.writer.end_tokens, config.model.vocabulary_size
+            )
 
     @property
     def kv_tokens(self) -> int:

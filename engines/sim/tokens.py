@@ -133,40 +133,36 @@ class Finish:
 
 
 class LengthWriter:
-    """Stands in for `TokenWriter` where only counts matter: it knows when a sequence ends and writes no tokens.
+    """Stands in for `TokenWriter` where only counts matter: it knows when a sequence ends, and writes no tokens itself.
 
     Needs the end to be known without them: `end_at_tokens`, or `ignore_eos` (then the limit). Stop ids are not looked at.
     """
 
-    __slots__ = ("_end_finish", "_end_tokens", "finish", "logprobs", "tokens", "written_tokens")
+    __slots__ = ("_end_finish", "end_tokens", "finish", "logprobs", "tokens", "written_tokens")
 
     def __init__(self, prompt_tokens: int, sampling: Sampling) -> None:
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.written_tokens = 0
         self.finish: Finish | None = None
-        self._end_tokens = sampling.max_new_tokens
+        self.end_tokens = sampling.max_new_tokens
         if not sampling.ignore_eos:
             if sampling.end_at_tokens is None:
                 raise ValueError("end_at_tokens: needed when no tokens are written (or set ignore_eos)")
-            if (
-                prompt_tokens + 1 + sampling.min_new_tokens
-                <= sampling.end_at_tokens
-                <= prompt_tokens + self._end_tokens
-            ):
-                self._end_tokens = sampling.end_at_tokens - prompt_tokens
+            if prompt_tokens + 1 + sampling.min_new_tokens <= sampling.end_at_tokens <= prompt_tokens + self.end_tokens:
+                self.end_tokens = sampling.end_at_tokens - prompt_tokens
                 self.finish = Finish("stop", EOS_TOKEN)
         if self.finish is None:
             self.finish = Finish("length")
-        self._end_finish, self.finish = self.finish, (self.finish if self._end_tokens == 0 else None)
+        self._end_finish, self.finish = self.finish, (self.finish if self.end_tokens == 0 else None)
 
     def switch_weights(self, weight_version: str, keep: int, prompt: TokenIds) -> None:
         """Lengths do not depend on weights."""
 
     def write_until(self, count: int) -> None:
         """Advance to `count` tokens or the end."""
-        self.written_tokens = max(self.written_tokens, min(count, self._end_tokens))
-        if self.written_tokens == self._end_tokens:
+        self.written_tokens = max(self.written_tokens, min(count, self.end_tokens))
+        if self.written_tokens == self.end_tokens:
             self.finish = self._end_finish
 
 

@@ -1,0 +1,185 @@
+"""`rolloutd simulate`: the production core in the same harness, figures worked out by hand, the command and its refusals."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from rolloutd.bench.figures import Figures, Limit, figures, gap_closed, over_seeds
+from rolloutd.bench.metrics import RolloutRecord
+from rolloutd.bench.simulate import main
+from rolloutd.bench.simulated import EpochRecord, Epochs
+from rolloutd.bench.workload import Kind, Workload
+from rolloutd.engines.sim.config import MachineConfig
+from rolloutd.engines.sim.filler import filler_tokens
+from rolloutd.engines.sim.timing import TimingModel
+from rolloutd.scheduler.config import SchedulerConfig
+from rolloutd.scheduler.machine import Scheduler
+from tests.bench.test_arms import MACHINE, SMALL
+
+
+def test_the_production_core_serves_a_closed_loop_the_same_way_twice() -> None:
+    def run() -> tuple[float, dict[str, int], list[float | None]]:
+        workload = SMALL.draw(2, MACHINE.model.vocabulary_size)
+        scheduler = Scheduler(SchedulerConfig(), random.Random(0), 0.0)
+        record = Epochs(scheduler, [MACHINE] * 3).run(workload, 0)
+        scheduler.check()
+        assert len(record.records) == workload.rollouts and not record.failed
+        return record.seconds, record.engine_tokens, [one.delivered_seconds for one in record.records.values()]
+
+    first = run()
+    assert first == run()
+    workload = SMALL.draw(2, MACHINE.model.vocabulary_size)
+    outputs = sum(one.output_tokens for one in workload.items)
+    outputs += sum(turn.output_tokens for session in workload.sessions for turn in session.turns)
+    assert sum(first[1].values()) == outputs
+
+
+def test_figures_of_an_epoch_worked_out_by_hand() -> None:
+    record = EpochRecord(
+        records={
+            "a": RolloutRecord(Kind.CRITICAL, 0.0, 0.0, 12.0, 1, prompt_tokens=100, cached_tokens=0),
+            "b": RolloutRecord(Kind.REUSABLE, 0.0, 1.0, 15.0, 1, prompt_tokens=100, cached_tokens=80),
+            "r": RolloutRecord(Kind.REWARD, 5.0, 5.0, 9.0, 1, prompt_tokens=10, cached_tokens=0),
+            "s": RolloutRecord(Kind.REWARD, 11.0, 11.0, 11.5, 1, prompt_tokens=10, cached_tokens=0),
+        },
+        engine_tokens={"e0": 300, "e1": 100},
+        session_ends={"x": 6.0, "y": 8.0},
+        prefill_seconds=4.0,
+        seconds=20.0,
+        dispatches=5,
+        handle_seconds=0.0004,
+    )
+    limit = Limit(10.0, 5.0, 8.0, 0.5, 3.5)
+    assert figures("fifo", Workload.of("w", ()), 3, 1, record, limit, [MACHINE] * 2) == Figures(
+        arm="fifo",
+        workload="w",
+        seed=3,
+        epoch=1,
+        makespan_over_bound=2.0,
+        critical_over_bound=1.5,
+        reward_p99_seconds=0.5,  # the query that came in the first ten seconds does not count
+        prefix_hit=round(80 / 220, 4),
+        prefix_hit_ceiling=0.5,
+        imbalance=1.5,
+        reusable_over_bound=1.5,
+        background_over_bound=None,
+        session_mean_seconds=7.0,
+        session_over_alone=2.0,
+        makespan_seconds=20.0,
+        bound_seconds=10.0,
+        used=0.25,
+        prefill_share=0.1,
+        moves=0.25,
+        failed=0,
+        handle_us_per_rollout=100.0,
+    )
+
+
+def test_the_gap_that_an_arm_closes() -> None:
+    lines = [
+        Figures(arm, "Q1", seed, 0, makespan_over_bound=value)
+        for seed, values in enumerate([(1.4, 1.3, 1.2), (1.3, 1.3, 1.1), (1.2, 1.1, 1.199)])
+        for arm, value in zip(("fifo", "rolloutd", "oracle"), values, strict=True)
+    ]
+    gap = gap_closed(lines, "rolloutd", "Q1", 0)
+    assert gap is not None and gap.mean == pytest.approx(0.25)  # of 0.5 and 0; the third seed has no gap to close
+    assert gap_closed(lines[1:], "rolloutd", "Q1", 0) is None
+    spread = over_seeds(lines)["Q1", "fifo", 0]["makespan_over_bound"]
+    assert (spread.mean, spread.deviation) == (pytest.approx(1.3), pytest.approx(0.1))
+
+
+def test_the_command_prints_a_table_and_a_line_per_epoch(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["W5", "--seeds", "0-1", "--arm", "fifo,oracle", "--engines", "4", "--slowdowns", "1,1,1,2"]
+    assert main(flags) == 0
+    out = capsys.readouterr().out
+    lines = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    assert [(one["arm"], one["seed"], one["epoch"]) for one in lines] == [
+        ("fifo", 0, 0),
+        ("oracle", 0, 0),
+        ("fifo", 1, 0),
+        ("oracle", 1, 0),
+    ]
+    keys = (
+        "arm workload seed epoch makespan_over_bound critical_over_bound reward_p99_seconds prefix_hit prefix_hit_ceiling "
+        "imbalance"
+    )
+    assert list(lines[0])[:10] == keys.split()
+    assert all(one["makespan_over_bound"] >= 1.0 for one in lines)
+    assert "makespan / bound" in out and "gap closed" in out
+    assert main([*flags, "--json"]) == 0
+    again = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    for line in (*lines, *again):
+        del line["handle_us_per_rollout"]
+    assert again == lines
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (["Q9"], "Q9"),
+        (["Q1", "--arm", "best"], "--arm"),
+        (["Q1", "--seeds", "3-1"], "--seeds"),
+        (["Q1", "--seeds", "a"], "--seeds"),
+        (["Q1", "--seed", "1", "--seeds", "0-1"], "give one"),
+        (["Q1", "--engines", "0"], "--engines"),
+        (["Q1", "--slowdowns", "1,0"], "slowdown"),
+        (["Q1", "--scale", "0"], "--scale"),
+        (["Q1", "--fitted", "README.md"], "--fitted"),
+        (["README.md"], "line 1"),
+    ],
+)
+def test_a_bad_argument_is_refused_by_name(flags: list[str], word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(flags) == 1
+    assert word in capsys.readouterr().err
+
+
+def test_a_file_of_requests_is_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    line = {"timestamp": 0, "input_length": 600, "output_length": 20, "hash_ids": [0, 1]}
+    path.write_text("\n".join(json.dumps(line | {"timestamp": 100 * n}) for n in range(8)), encoding="utf-8")
+    assert main([str(path), "--engines", "2", "--json"]) == 0
+    (figures_of,) = [json.loads(one) for one in capsys.readouterr().out.splitlines()]
+    assert figures_of["workload"] == "trace.jsonl" and figures_of["prefix_hit"] > 0.5
+
+
+# engines ---------------------------------------------------------------------------------------------------------------
+
+
+def test_filler_is_a_function_of_prompt_and_seed_with_ordinary_ids() -> None:
+    tokens = filler_tokens(b"abcd", 7, 500, 1_000)
+    assert tokens == filler_tokens(b"abcd", 7, 800, 1_000)[:500]
+    assert min(tokens) >= 3 and max(tokens) < 1_000
+    assert tokens != filler_tokens(b"abcd", 8, 500, 1_000) and tokens != filler_tokens(b"abce", 7, 500, 1_000)
+    with pytest.raises(ValueError, match="write_tokens"):
+        filler_tokens(b"", 0, 1 << 20, 1_000)
+
+
+def test_fitted_curves() -> None:
+    assert TimingModel("flat", base_seconds=0.01, growth=0.001).decode_step_seconds(5) == pytest.approx(0.015)
+    assert TimingModel("steep", base_seconds=0.01, growth=0.5).decode_step_seconds(4) == pytest.approx(0.02)
+    with pytest.raises(ValueError, match="base_seconds"):
+        TimingModel(base_seconds=0.0)
+
+
+def test_a_prompt_longer_than_a_prefill_batch_does_not_wait_for_an_empty_engine() -> None:
+    from rolloutd.engines.sim.machine import SimMachine
+    from rolloutd.engines.sim.request import SimRequest
+    from rolloutd.engines.sim.tokens import Sampling
+
+    machine = SimMachine(MachineConfig(max_prefill_tokens=256, write_tokens=False))
+
+    def submit(rid: str, prompt_tokens: int, output_tokens: int) -> None:
+        sampling = Sampling(max_new_tokens=1_000, end_at_tokens=prompt_tokens + output_tokens)
+        machine.submit(machine_now[0], SimRequest(rid, b"\5\0\0\0" * prompt_tokens, sampling))
+
+    machine_now = [0.0]
+    submit("first", 16, 900)
+    machine_now[0] = 0.5
+    first = machine.advance(0.5)
+    submit("long", 2_000, 10)
+    ended = [frame.rid for frame in [*first, *machine.advance(2.0)] if frame.finish_reason is not None]
+    assert ended == ["long"]

@@ -1,0 +1,81 @@
+"""Q5: what a training loop waits for, what runs beside it, and its bound."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rolloutd.bench import training_loop
+from rolloutd.bench.arms import ARMS
+from rolloutd.bench.bounds import EngineShape, workload_bound
+from rolloutd.bench.simulated import UPDATE_SECONDS, Epochs
+from rolloutd.bench.training_loop import TRAIN_SECONDS, TrainingLoop, loop_bound_seconds, loop_figures
+from rolloutd.bench.virtual_core import Core
+from rolloutd.bench.workload import WorkClass
+from rolloutd.engines.sim.config import MachineConfig
+from rolloutd.engines.sim.timing import TimingModel
+from rolloutd.scheduler.config import SchedulerConfig
+from rolloutd.scheduler.machine import Scheduler
+
+MACHINE = MachineConfig(slots=64, kv_tokens=800_000, write_tokens=False, stream_interval=512)
+
+
+def _core(arm: str) -> Core:
+    return ARMS[arm]() if arm in ARMS else Scheduler(SchedulerConfig(), random.Random(0), 0.0)
+
+
+def _loop(arm: str, *, steps: int, off: bool) -> tuple[TrainingLoop, Core]:
+    core = _core(arm)
+    loop = TrainingLoop(Epochs(core, [MACHINE] * 4), 0, 32_000, steps=steps, off=off)
+    loop.run()
+    return loop, core
+
+
+@pytest.mark.parametrize("arm", ["rolloutd", "least-in-flight"])
+def test_a_synchronous_step_waits_for_all_of_its_rollouts_trains_and_publishes(arm: str) -> None:
+    loop, core = _loop(arm, steps=2, off=False)
+    assert [len(served.record.records) for served in loop.steps] == [512, 512]
+    assert all(served.over and not served.record.failed for served in loop.steps)
+    assert loop.waits == loop.taken  # a step is submitted when the trainer begins to wait for it
+    spent = sum(loop.waits) + 2 * (TRAIN_SECONDS + UPDATE_SECONDS)
+    assert spent < loop.seconds < spent + 2.0  # the calls around an update take a moment
+    assert len(loop.background) == 1
+    figures = loop_figures(arm, "Q5", 0, loop, [MACHINE] * 4)
+    assert figures.makespan_over_bound is not None and figures.makespan_over_bound > 1.0
+    assert figures.idle_ratio is not None and figures.idle_ratio_least is not None
+    assert 0.0 < figures.idle_ratio_least < figures.idle_ratio < 1.0
+    if isinstance(core, Scheduler):
+        core.check()
+
+
+def test_one_step_off_the_next_step_goes_on_while_one_trains() -> None:
+    loop, _ = _loop("fifo", steps=3, off=True)
+    assert len(loop.steps) == 3
+    first = loop.steps[1].record.records
+    ahead = [
+        one for one in first.values() if one.delivered_seconds is not None and one.delivered_seconds < loop.taken[0]
+    ]
+    assert ahead  # submitted with the step before, and partly done before that was
+    assert loop.waits[1] < loop.taken[1] - TRAIN_SECONDS
+
+
+def test_a_later_step_is_reusable_until_it_is_due_and_every_tenth_repeats() -> None:
+    loop = TrainingLoop(Epochs(_core("fifo"), [MACHINE]), 0, 32_000, steps=20, off=True)
+    assert {item.work_class for item in loop.workload(0).items} == {WorkClass.CRITICAL}
+    assert {item.work_class for item in loop.workload(3).items} == {WorkClass.REUSABLE}
+    assert {item.needed_by_step for item in loop.workload(9).items} == {9}
+    assert [a.prompt_bytes for a in loop.workload(9).items] == [a.prompt_bytes for a in loop.workload(0).items]
+    assert [a.output_tokens for a in loop.workload(9).items] != [a.output_tokens for a in loop.workload(0).items]
+    assert loop.workload(8).items[0].prompt_bytes != loop.workload(0).items[0].prompt_bytes
+
+
+def test_the_bound_of_a_loop() -> None:
+    shapes = [EngineShape(TimingModel(), 16, 200_000, 16, stalls=True)] * 8
+    steps = [training_loop.Q1.draw(0, 32_000, step=step) for step in range(3)]
+    bounds = [workload_bound(step, shapes) for step in steps]
+    rest = 3 * (TRAIN_SECONDS + UPDATE_SECONDS)
+    assert loop_bound_seconds(steps, shapes, False) == pytest.approx(sum(one.seconds for one in bounds) + rest)
+    work = sum(max(one.both_works_seconds, one.decode_work_seconds) for one in bounds)
+    least = max(work + TRAIN_SECONDS + UPDATE_SECONDS, bounds[0].seconds + rest)
+    assert loop_bound_seconds(steps, shapes, True) == pytest.approx(least)
