@@ -55,12 +55,16 @@ class Lineage:
         return Namespace(self.owner, "", "", version, "")
 
     def note_engines(self, engines: list[Engine], ttl_versions: int) -> None:
-        """Work out again what may be matched; call when an engine's version changed."""
+        """Work out again what may be matched; call when an engine's version changed.
+
+        Only versions that an engine held, and remembers, can have left anything in its cache: their number is bounded, the
+        distance between two versions is not.
+        """
         self.mark += 1
         creditable: dict[int, set[str]] = {}
         for engine in engines:
             oldest = max(engine.cache_since, engine.version - ttl_versions)
-            for version in range(oldest, engine.version + 1):
+            for version in {version for version in engine.labels.values() if oldest <= version <= engine.version}:
                 creditable.setdefault(version, set()).add(engine.cache_key)
         if len(creditable) == 1:
             self.lookups = [(self.namespace(version), None) for version in creditable]

@@ -98,7 +98,10 @@ class RunLoop:
             for action in result:
                 self._perform(action)
             for observe in self.observers:
-                observe(event, result)
+                try:
+                    observe(event, result)
+                except Exception:  # a bug in who looks on must not cost the event what it is
+                    self._log.error("observer_failed", event_type=type(event).__name__, exc_info=True)
         finally:
             self._inside = False
         self._arm()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rolloutd.scheduler.actions import NoticeKind, PublishEnded, PublishProgress
+from rolloutd.scheduler.engine import REMEMBERED_LABELS
 from rolloutd.scheduler.events import PublishPolicy as Publish
 from rolloutd.scheduler.events import WeightsPushed
 from rolloutd.scheduler.spec import PolicyUpdate
@@ -189,6 +190,22 @@ def test_a_kept_cache_counts_as_long_as_the_run_says() -> None:
         bench.cancel(f"b{version}")
         bench.pass_time(20.0)
     assert predicted == [48, 48]  # the second look counts what version 1 computed when it wrote its first token
+
+
+def test_versions_far_apart_are_no_work() -> None:
+    bench = Bench(engine(page_tokens=16))
+    bench.configure(prefix_ttl_versions=2**31 - 1)
+    bench.run(spec("a", token_bytes=spec("x", 64).token_bytes))
+    bench.finish("a")
+    for version in (10, 2**30, 2**31 - 1):
+        bench.published(version, mode=UpdateMode.DRAIN, cache=CacheHandling.KEEP)
+    (one,) = bench.run(spec("b", token_bytes=spec("x", 64).token_bytes))
+    assert bench.core._world.attempts[one.attempt_id].predicted_tokens == 48
+    assert len(bench.its_run().lineage("policy").lookups) == 4
+    bench.finish("b")
+    for version in range(2**31, 2**31 + 40):
+        bench.published(version, mode=UpdateMode.DRAIN, cache=CacheHandling.KEEP)
+    assert len(bench.its_run().lineage("policy").lookups) == REMEMBERED_LABELS
 
 
 def test_a_refused_flush_is_repeated_and_the_weights_are_sent_once() -> None:

@@ -206,6 +206,28 @@ async def test_a_result_of_two_policies_names_both(tmp_path: Path) -> None:
     assert result.history[0].policy_version == 0
 
 
+async def test_versions_may_be_as_far_apart_as_they_can_be(tmp_path: Path) -> None:
+    path = tmp_path / "lineage.jsonl"
+    newest = 2**63 - 1
+    async with (
+        _logging(path, make_door=lambda settings: MixedDoor(settings.url, auto=False)) as rig,
+        rig.stream() as stream,
+    ):
+        await stream.submit(submission("r", max_new_tokens=8))
+        (request,) = await rig.door.wait_running(1)
+        rig.door.report(request, 3)
+        await Watch(rig, disk(newest, mode=UPDATE_MODE_IN_PLACE)).end()
+        assert (await stream.next("notice")).kind == NOTICE_KIND_VERSION_PUBLISHED
+        rig.door.finish(request)
+        (result,) = await stream.finished(1)
+        asked = await _asked(rig, "r")
+        await rig.server.stop()
+    written, _ = _records(path)
+    assert written["r"] == asked
+    assert [span.policy_version for span in result.spans] == [0, newest]
+    assert (result.policy_version, asked.staleness_versions) == (newest, newest)
+
+
 @pytest.mark.parametrize("on_stale", [ON_STALE_WITHHOLD, ON_STALE_FLAG])
 async def test_what_is_too_old_when_it_is_done_is_withheld_or_flagged(on_stale: Any) -> None:
     async with running_server(auto=False) as rig, rig.stream() as stream:

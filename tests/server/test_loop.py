@@ -109,14 +109,34 @@ async def test_a_scheduling_pass_that_raises_is_logged_and_tried_again(bench: Be
 
 
 async def test_posting_from_inside_the_core_is_refused(bench: Bench) -> None:
+    refused = []
+
     def from_inside(event: events.Event, result: list[Action]) -> None:
-        bench.loop.post(events.Tick())
+        with pytest.raises(RuntimeError, match="Tick posted while") as refusal:
+            bench.loop.post(events.Tick())
+        refused.append(refusal)
 
     bench.loop.observers.append(from_inside)
-    with pytest.raises(RuntimeError, match="Tick posted while"):
-        bench.loop.post(events.PauseRun("run"))
-    bench.loop.observers.clear()
+    bench.loop.post(events.PauseRun("run"))
     bench.loop.post(events.PauseRun("run"))  # and it is not left locked
+    assert len(refused) == 2
+
+
+async def test_an_observer_that_fails_costs_nobody_else_the_event(
+    bench: Bench, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heard = []
+
+    def boom(event: events.Event, result: list[Action]) -> None:
+        raise ValueError("a bug in an observer")
+
+    bench.loop.observers[:] = [boom, lambda event, result: heard.append(event)]
+    bench.core.wants_tick = True
+    bench.loop.post(events.PauseRun("run"))
+    assert heard == [events.PauseRun("run")]
+    assert "a bug in an observer" in capsys.readouterr().out
+    bench.loop.observers.clear()
+    await until(lambda: bench.core.of(events.Tick))  # and the loop goes on
 
 
 async def test_a_refused_event_returns_its_refusal(bench: Bench) -> None:
