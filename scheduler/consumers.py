@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from rolloutd.scheduler import letting_in, lifecycle, versions
+from rolloutd.scheduler import letting_in, lifecycle, publishing, versions
 from rolloutd.scheduler.actions import Attached, Finished, GroupFinished, NoticeKind
 from rolloutd.scheduler.events import AcknowledgeResults, AttachConsumer
 from rolloutd.scheduler.outbox import Consumer, Kept
@@ -45,6 +45,7 @@ def raise_epoch(world: World, run: Run, epoch: int, newcomer: Consumer | None = 
     if epoch <= run.epoch:
         return
     run.epoch = epoch
+    publishing.orphan(world, run, f"a trainer of epoch {epoch} took over from the one that pushes", pushed_only=True)
     run.report = StepReport(step=0, trainer_state=TrainerState.UNKNOWN)
     letting_in.restarted(world, run)
     for other in run.consumers.values():

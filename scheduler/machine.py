@@ -2,7 +2,8 @@
 
 Invariants
 - Synchronous, no I/O, no clock, no randomness but the one given: the same events at the same times give the same actions.
-- A refused event changes nothing and returns exactly one `Refuse`.
+- A refused event changes nothing, but for one thing: who speaks with a higher epoch has replaced earlier trainers. The
+  `Refuse` comes first, and after it only what follows from that.
 - Scheduling happens on `Tick` only; `wants_tick` says whether one is worth sending, `next_due` when one is due anyway.
 - `check()` re-derives every counter from the items it counts.
 
@@ -86,7 +87,7 @@ class Scheduler:
             publishing.settle(world)
         actions, world.actions = world.actions, []
         if refusal is not None:
-            return [Refuse(refusal)]
+            return [Refuse(refusal), *actions]
         return actions
 
     @property

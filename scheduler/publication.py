@@ -32,7 +32,7 @@ CHANGING = frozenset(
 
 
 class Publication:
-    __slots__ = ("accepted_at", "lineage", "run", "update", "updates")
+    __slots__ = ("accepted_at", "lineage", "orphaned", "run", "update", "updates")
 
     def __init__(self, run: Run, lineage: Lineage, update: PolicyUpdate, now: float) -> None:
         self.run = run
@@ -40,6 +40,7 @@ class Publication:
         self.update = update
         self.accepted_at = now
         self.updates: dict[str, EngineUpdate] = {}
+        self.orphaned = ""  # why nobody will push its weights any more
 
     @property
     def label(self) -> str:

@@ -13,7 +13,7 @@ What this module does not know: what is done with one engine (`updating`).
 from __future__ import annotations
 
 from rolloutd.scheduler import colocation, queueing, updating, version_change
-from rolloutd.scheduler.actions import NoticeKind, PublishEnded
+from rolloutd.scheduler.actions import NoticeKind, PublishEnded, PublishProgress
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.events import ControlEnded, ControlFailed, WeightsPushed
 from rolloutd.scheduler.lineage import MAX_QUEUED_PUBLICATIONS, Lineage
@@ -41,10 +41,10 @@ def publish(world: World, run: Run, update: PolicyUpdate) -> Refusal | None:
     if refusal is not None:
         return refusal
     active = lineage.active
-    if active is not None and active.update.version == update.version:
-        return None  # it is on its way: the caller watches it
-    if any(one.version == update.version for one in lineage.queue):
-        return None
+    under_way = ([] if active is None else [active.update]) + list(lineage.queue)
+    for one in under_way:
+        if one.version == update.version:  # on its way: the caller watches it
+            return None if one.path == update.path else _other_weights(run, one)
     if active is None:
         _begin(world, run, lineage, update)
     else:
@@ -70,8 +70,9 @@ def confirm(world: World, run: Run, event: WeightsPushed) -> Refusal | None:
             f"engine_id: {event.engine_id!r} takes no part in the publication of version {event.version}",
         )
     early = [one.engine.engine_id for one in wanted if updating.not_open(world, one)]
-    if event.engine_id and early:
-        message = f"engine {event.engine_id!r} does not wait for weights yet; push them once its state is PUSHING"
+    if len(early) == len(wanted):
+        who = f"engine {event.engine_id!r} does not wait" if event.engine_id else "no engine waits"
+        message = f"{who} for weights yet; push them once its state is PUSHING"
         return Refusal(Code.FAILED_PRECONDITION, "NOT_PUSHING", message)
     for one in wanted:
         updating.pushed(world, one, event.error)
@@ -160,6 +161,23 @@ def forget_run(world: World, run: Run) -> None:
         world.fleet_mark += 1
 
 
+def orphan(world: World, run: Run, message: str, *, pushed_only: bool) -> None:
+    """Nobody will push what this run was about to push, and (unless only that) its queued versions are not wanted any more.
+
+    An engine that waits for a push goes on with what it has, in quarantine, instead of standing still until `push_seconds`.
+    """
+    for lineage in run.lineages.values():
+        dropped = [one for one in lineage.queue if not (pushed_only and one.path)]
+        for update in dropped:
+            lineage.queue.remove(update)
+            _drop(world, run, lineage, update, message)
+        publication = lineage.active
+        if publication is not None and not publication.update.path:
+            publication.orphaned = message
+            for one in list(publication.updates.values()):
+                updating.orphaned(world, one)
+
+
 def lineage_of(world: World, engine: Engine) -> Lineage | None:
     """The lineage whose versions an engine holds or is to hold; None where nothing was published for it."""
     pool = engine.facts.pool
@@ -217,6 +235,29 @@ def _check(world: World, run: Run, lineage: Lineage, update: PolicyUpdate) -> Re
             f"every engine of pool {update.pool!r} holds the weights of another run ({', '.join(owners)})",
         )
     return None
+
+
+def _other_weights(run: Run, under_way: PolicyUpdate) -> Refusal:
+    source = f"from {under_way.path!r}" if under_way.path else "with weights that the trainer pushes"
+    return Refusal(
+        Code.ALREADY_EXISTS,
+        "OTHER_WEIGHTS",
+        f"version {under_way.version} of run {run.run_id!r} in pool {under_way.pool!r} is being published {source} already; "
+        "wait for its end, or give these weights a higher version",
+    )
+
+
+def _drop(world: World, run: Run, lineage: Lineage, update: PolicyUpdate, message: str) -> None:
+    """A publication ends before its turn; no engine was touched."""
+    engines = sorted(
+        one.engine_id for one in world.engines.values() if one.owner == run.run_id and one.facts.pool == lineage.pool
+    )
+    for engine_id in engines:
+        world.emit(PublishProgress(run.run_id, lineage.pool, update.version, engine_id, UpdateState.FAILED, message, 0))
+    world.emit(PublishEnded(run.run_id, lineage.pool, update.version, (), tuple(engines)))
+    world.record(
+        "warning", "publication_dropped", run=run.run_id, pool=lineage.pool, version=update.version, reason=message
+    )
 
 
 def _may_take(world: World, run: Run, engine: Engine) -> bool:
@@ -320,10 +361,20 @@ def _go_on(world: World, publication: Publication) -> None:
             updating.start(world, one)
     if not all(one.over for one in updates):
         return
-    updated = tuple(one.engine.engine_id for one in updates if one.state is UpdateState.UPDATED)
     failed = tuple(one.engine.engine_id for one in updates if one.state is UpdateState.FAILED)
     run = publication.run
     version = publication.update.version
+    updated = tuple(
+        sorted(
+            one.engine_id
+            for one in world.engines.values()
+            if one.owner == run.run_id
+            and one.facts.pool == lineage.pool
+            and one.version == version
+            and not one.quarantine
+            and not one.removed
+        )
+    )
     lineage.active = None
     world.emit(PublishEnded(run.run_id, lineage.pool, version, updated, failed))
     world.record(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from rolloutd.scheduler import budgeting, colocation, letting_in, lifecycle, queueing, version_change
+from rolloutd.scheduler import budgeting, colocation, letting_in, lifecycle, publishing, queueing, version_change
 from rolloutd.scheduler.mix import Mix
 from rolloutd.scheduler.refusal import Refusal, invalid
 from rolloutd.scheduler.rollout import Rollout
@@ -87,6 +87,7 @@ def end_run(world: World, run: Run) -> None:
     run.ended = True
     for rollout in list(run.rollouts.values()):
         lifecycle.cancel(world, rollout, Outcome.RUN_ENDED)
+    publishing.orphan(world, run, f"run {run.run_id!r} has ended", pushed_only=False)
     colocation.follow(world, run)
     world.record("info", "run_ended", run=run.run_id)
 

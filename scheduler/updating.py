@@ -119,6 +119,16 @@ def pushed(world: World, update: EngineUpdate, error: str) -> None:
         _call(world, update, Verb.END)
 
 
+def orphaned(world: World, update: EngineUpdate) -> None:
+    """Nobody will push its weights any more; one that is on its way to be opened for them stops when its call has ended."""
+    if update.waiting:
+        _over(world, update, UpdateState.FAILED, update.publication.orphaned)
+    elif update.state is UpdateState.CLEARING and not update.failure:
+        _fail(world, update, update.publication.orphaned, untouched=True)
+    elif update.state is UpdateState.PUSHING and not update.engine.control_id:
+        _fail(world, update, update.publication.orphaned)
+
+
 def answered(world: World, engine: Engine, event: ControlEnded) -> None:
     """The call that was out succeeded."""
     update = engine.update
@@ -136,9 +146,10 @@ def answered(world: World, engine: Engine, event: ControlEnded) -> None:
             _repeat_flush(world, update)
         case Verb.FLUSH:
             _change(world, update)
+        case Verb.BEGIN if update.publication.orphaned:
+            _fail(world, update, update.publication.orphaned)
         case Verb.BEGIN:
-            wait = world.config.publish.push_seconds
-            _arm(world, update, wait)
+            _arm(world, update, world.config.publish.push_seconds)
             tell(world, update, "push the weights now, then confirm")
         case Verb.LOAD | Verb.NAME:
             _verify(world, update)
@@ -217,6 +228,8 @@ def _change(world: World, update: EngineUpdate) -> None:
     if update.publication.update.path:
         _enter(world, update, UpdateState.LOADING)
         _call(world, update, Verb.LOAD)
+    elif update.publication.orphaned:
+        _fail(world, update, update.publication.orphaned, untouched=True)
     else:
         update.tries = 0
         update.state = UpdateState.PUSHING  # told once the engine is open for them

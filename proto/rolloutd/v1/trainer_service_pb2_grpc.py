@@ -92,9 +92,10 @@ class TrainerServiceServicer(object):
     def PublishPolicy(self, request, context):
         """Gives the engines of a pool a new policy version, and tells how each of them gets on; the last message is the
         summary. Publications of a pool follow each other. A caller that goes away does not stop one: the same request
-        again watches it. Once it is over, the same request ends at once where every engine holds the version, else tries
-        those again that do not. Engines that come later get a version from disk by themselves. A version below the newest
-        one is FAILED_PRECONDITION, VERSION_BACKWARDS.
+        again watches it, one from another path is ALREADY_EXISTS, OTHER_WEIGHTS. Once it is over, the same request ends at
+        once where every engine holds the version, else tries those again that do not. Engines that come later get a version
+        from disk by themselves. A version below the newest one is FAILED_PRECONDITION, VERSION_BACKWARDS. A push ends when
+        a trainer of a higher epoch speaks, or its run ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

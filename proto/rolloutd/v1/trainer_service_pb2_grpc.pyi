@@ -45,9 +45,10 @@ class TrainerServiceStub:
     PublishPolicy: _grpc.UnaryStreamMultiCallable[_trainer_service_pb2.PublishPolicyRequest, _trainer_service_pb2.PublishPolicyResponse]
     """Gives the engines of a pool a new policy version, and tells how each of them gets on; the last message is the
     summary. Publications of a pool follow each other. A caller that goes away does not stop one: the same request
-    again watches it. Once it is over, the same request ends at once where every engine holds the version, else tries
-    those again that do not. Engines that come later get a version from disk by themselves. A version below the newest
-    one is FAILED_PRECONDITION, VERSION_BACKWARDS.
+    again watches it, one from another path is ALREADY_EXISTS, OTHER_WEIGHTS. Once it is over, the same request ends at
+    once where every engine holds the version, else tries those again that do not. Engines that come later get a version
+    from disk by themselves. A version below the newest one is FAILED_PRECONDITION, VERSION_BACKWARDS. A push ends when
+    a trainer of a higher epoch speaks, or its run ends.
     """
     ConfirmWeights: _grpc.UnaryUnaryMultiCallable[_trainer_service_pb2.ConfirmWeightsRequest, _trainer_service_pb2.ConfirmWeightsResponse]
     """The trainer's word that the weights it pushed itself are on an engine, or that pushing failed. For engines that
@@ -71,9 +72,10 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     PublishPolicy: _aio.UnaryStreamMultiCallable[_trainer_service_pb2.PublishPolicyRequest, _trainer_service_pb2.PublishPolicyResponse]  # type: ignore[assignment]
     """Gives the engines of a pool a new policy version, and tells how each of them gets on; the last message is the
     summary. Publications of a pool follow each other. A caller that goes away does not stop one: the same request
-    again watches it. Once it is over, the same request ends at once where every engine holds the version, else tries
-    those again that do not. Engines that come later get a version from disk by themselves. A version below the newest
-    one is FAILED_PRECONDITION, VERSION_BACKWARDS.
+    again watches it, one from another path is ALREADY_EXISTS, OTHER_WEIGHTS. Once it is over, the same request ends at
+    once where every engine holds the version, else tries those again that do not. Engines that come later get a version
+    from disk by themselves. A version below the newest one is FAILED_PRECONDITION, VERSION_BACKWARDS. A push ends when
+    a trainer of a higher epoch speaks, or its run ends.
     """
     ConfirmWeights: _aio.UnaryUnaryMultiCallable[_trainer_service_pb2.ConfirmWeightsRequest, _trainer_service_pb2.ConfirmWeightsResponse]  # type: ignore[assignment]
     """The trainer's word that the weights it pushed itself are on an engine, or that pushing failed. For engines that
@@ -118,9 +120,10 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_trainer_service_pb2.PublishPolicyResponse], _abc.AsyncIterator[_trainer_service_pb2.PublishPolicyResponse]]:
         """Gives the engines of a pool a new policy version, and tells how each of them gets on; the last message is the
         summary. Publications of a pool follow each other. A caller that goes away does not stop one: the same request
-        again watches it. Once it is over, the same request ends at once where every engine holds the version, else tries
-        those again that do not. Engines that come later get a version from disk by themselves. A version below the newest
-        one is FAILED_PRECONDITION, VERSION_BACKWARDS.
+        again watches it, one from another path is ALREADY_EXISTS, OTHER_WEIGHTS. Once it is over, the same request ends at
+        once where every engine holds the version, else tries those again that do not. Engines that come later get a version
+        from disk by themselves. A version below the newest one is FAILED_PRECONDITION, VERSION_BACKWARDS. A push ends when
+        a trainer of a higher epoch speaks, or its run ends.
         """
 
     @_abc_1.abstractmethod
