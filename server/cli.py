@@ -260,6 +260,12 @@ def _submit(options: argparse.Namespace) -> int:
 def _publish(options: argparse.Namespace) -> int:
     if options.engines_at_once is not None and options.engines_at_once < 0:
         raise ConfigError("--engines-at-once: must be 0 (all) or more")
+    if not 1 <= options.version < 1 << 63:
+        raise ConfigError(f"VERSION: is {options.version}; must be from 1 to 2**63 - 1, 0 is what engines came with")
+    if not options.path:
+        raise ConfigError("PATH: is empty; name a checkpoint folder, as the engines' hosts see it")
+    if not options.path.isprintable():
+        raise ConfigError(f"PATH: {options.path!r} has characters that cannot be shown, or is not UTF-8")
     access = _access(options, options.api_key_file)
     from rolloutd.server.publish import publish
 

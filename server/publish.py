@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 from rolloutd.client import PublishFailed, Refused, RolloutdError, connect
 from rolloutd.client.publishing import PublishOptions
+from rolloutd.server.translate_request import DEFAULT_POOL
 
 
 def publish(
@@ -37,7 +38,14 @@ async def _publish(
             updated += update.state == "updated"
             note = f"  {update.message}" if update.message else ""
             print(f"{update.elapsed_seconds:8.2f} s  {update.engine_id}  {update.state}{note}", file=out, flush=True)
-        print(f"version {version}: {updated} engines updated", file=out)
+        pool = options.get("pool", DEFAULT_POOL)
+        engines = sum(engine.pool == pool for engine in await client.list_engines())
+        if not engines:
+            print(f"version {version}: no engine is in pool {pool!r} yet; those that come get it", file=out)
+        elif not updated:
+            print(f"version {version}: every engine held it already", file=out)
+        else:
+            print(f"version {version}: {updated} engine{'' if updated == 1 else 's'} updated", file=out)
 
 
 async def _epoch(server: str, access: Mapping[str, Any], run_id: str) -> int:

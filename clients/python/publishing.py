@@ -115,11 +115,11 @@ class Publishing:
     reconnect_seconds: float
 
     async def publish_policy(
-        self, version: int, *, path: str = "", **options: Unpack[PublishOptions]
+        self, version: int, *, path: str | None = None, **options: Unpack[PublishOptions]
     ) -> AsyncGenerator[EngineUpdate, None]:
         """Publishes a version and tells how each engine gets on; ends when all hold it, PublishFailed when some do not.
 
-        path: a checkpoint folder as the engines' hosts see it; "": the weights are pushed (see `pushing_weights`).
+        path: a checkpoint folder as the engines' hosts see it; None: the weights are pushed (see `pushing_weights`).
         Leaving the iteration does not stop the publication. The same version again joins it, or tries the engines again
         that failed.
         """
@@ -128,7 +128,9 @@ class Publishing:
                 if isinstance(news, EngineUpdate):
                     yield news
 
-    async def publish_and_wait(self, version: int, *, path: str = "", **options: Unpack[PublishOptions]) -> Publication:
+    async def publish_and_wait(
+        self, version: int, *, path: str | None = None, **options: Unpack[PublishOptions]
+    ) -> Publication:
         """As publish_policy, until every engine holds the version. PublishFailed says which do not, and why."""
         async with aclosing(self._watch(version, path, options)) as watch:
             async for news in watch:
@@ -171,7 +173,7 @@ class Publishing:
                 pass
 
     async def _watch(
-        self, version: int, path: str, options: PublishOptions
+        self, version: int, path: str | None, options: PublishOptions
     ) -> AsyncGenerator[EngineUpdate | Publication, None]:
         """Progress, then a Publication; PublishFailed in its place when an engine failed."""
         request = self._publish_request(version, path, options)
@@ -205,7 +207,9 @@ class Publishing:
             logger.warning("watch of version %d broke (%s); trying again in %.1f s", version, last, delay)
             await asyncio.sleep(delay)
 
-    def _publish_request(self, version: int, path: str, options: PublishOptions) -> v1.PublishPolicyRequest:
+    def _publish_request(self, version: int, path: str | None, options: PublishOptions) -> v1.PublishPolicyRequest:
+        if not 1 <= version < 1 << 63:
+            raise ValueError(f"version is {version}; must be from 1 to 2**63 - 1")
         request = v1.PublishPolicyRequest(
             run_id=self._run_id(),
             trainer_epoch=self.epoch or 0,
@@ -217,10 +221,12 @@ class Publishing:
             request.mode = number_of(v1.UpdateMode, mode, "mode")
         if (cache := options.get("cache")) is not None:
             request.cache = number_of(v1.CacheHandling, cache, "cache")
-        if path:
-            request.disk_path = path
-        else:
+        if path is None:
             request.pushed.SetInParent()
+        elif path:
+            request.disk_path = path
+        else:  # an unset variable must not hold every engine for weights that nobody sends
+            raise ValueError("path is empty; name a checkpoint folder, or leave it out and push the weights")
         return request
 
     @property

@@ -55,6 +55,10 @@ async def test_every_argument_reaches_its_field(server: FakeServer) -> None:
         await client.confirm_weights(5, engine_id="e0", error="disk full", pool="reward")
         with pytest.raises(ValueError, match="mode must be one of 'drain', 'abort_and_resume', 'retract', 'in_place'"):
             await client.publish_and_wait(5, mode="fast")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="path is empty"):
+            await client.publish_and_wait(6, path="")
+        with pytest.raises(ValueError, match="version is 9223372036854775808; must be from 1"):
+            await client.publish_and_wait(2**63, path="/weights")
     disk, pushed, confirmed = server.calls
     assert disk == v1.PublishPolicyRequest(
         run_id="r",

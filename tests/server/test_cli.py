@@ -219,6 +219,22 @@ async def test_submit_picks_up_results_that_an_earlier_life_did_not_write(tmp_pa
         assert len(rig.door.requests) == 1
 
 
+@pytest.mark.parametrize(
+    ("version", "path", "problem"),
+    [
+        ("0", "/weights", "VERSION: is 0"),
+        (str(2**63), "/weights", "VERSION: is 9223372036854775808"),
+        ("1", "", "PATH: is empty"),
+        ("1", "/weights/\udcff", "PATH: '/weights/\\udcff' has characters"),
+    ],
+)
+def test_publish_says_which_argument_is_wrong(
+    version: str, path: str, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["publish", "run", version, path, "--server", "127.0.0.1:1"]) == 1
+    assert problem in capsys.readouterr().err
+
+
 async def test_publish_shows_how_the_engines_get_on() -> None:
     async with running_server() as rig:
         target = ("--server", f"127.0.0.1:{rig.server.port}")
@@ -226,7 +242,11 @@ async def test_publish_shows_how_the_engines_get_on() -> None:
             async with command("publish", "run", "5", "/weights/5", "--mode", "drain", *target) as publish:
                 assert await publish.ends() == 0, publish.text
                 assert re.search(r"\d s  engine-0:1  loading\n", publish.text)
-                assert "version 5: 1 engines updated" in publish.text
+                assert "version 5: 1 engine updated" in publish.text
+            async with command("publish", "run", "5", "/weights/5", *target) as again:
+                assert await again.ends() == 0 and "version 5: every engine held it already" in again.text
+            async with command("publish", "run", "5", "/weights/5", "--pool", "rewards", *target) as nowhere:
+                assert await nowhere.ends() == 0 and "no engine is in pool 'rewards' yet" in nowhere.text
             rig.door.control_faults["load_weights"] = EngineFault(FaultKind.REFUSED, "no such file")
             async with command("publish", "run", "6", "/weights/6", *target) as failing:
                 assert await failing.ends() == 1
