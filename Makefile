@@ -125,6 +125,10 @@ bench-overhead: $(STAMP) $(CORE_BUILD) ## what the server costs next to sglang-r
 bench-leaks: $(STAMP) $(CORE_BUILD) ## what 100,000 cancels and 20,000 streams leave behind; the last line is JSON (5 minutes)
 	$(call BENCH,leaks,leaks)
 
+.PHONY: bench-publish
+bench-publish: $(STAMP) $(CORE_BUILD) ## how long engines stand still for a new version, and what expires; the last line is JSON (4 minutes)
+	$(call BENCH,publish,publish_cost)
+
 .PHONY: bench-quality
 bench-quality: $(STAMP) $(CORE_BUILD) ## how near to the bound rolloutd and control arms come on Q1 to Q4, ten seeds, cold and warm (15 minutes)
 	$(call BENCH,quality,quality)

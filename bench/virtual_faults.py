@@ -274,6 +274,7 @@ class FaultyEngine:
         self.busy = self.deaf = self.refusing = False
         self.loss = self.echo_seconds = 0.0
         self.misdeeds.clear()
+        self._answering.clear()
 
     def note_unanswering(self, now: float) -> None:
         self.unanswering_at = now

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rolloutd.scheduler.colocation import MemoryState
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.states import Gate, RolloutState, UpdateState
+from rolloutd.scheduler.versions import ANYTHING
 from rolloutd.scheduler.world import World
 
 
@@ -51,7 +52,9 @@ def _check_run(world: World, run: Run) -> None:
     bound = {
         rollout.rollout_id
         for rollout in run.rollouts.values()
-        if rollout.state is RolloutState.QUEUED and (rollout.pieces or rollout.requirement.exact_version is not None)
+        if rollout.state is RolloutState.QUEUED
+        and rollout.requirement is not ANYTHING
+        and (rollout.pieces or rollout.requirement.exact_version is not None)
     }
     assert set(run.bound) == bound, f"{run.run_id} bound: counted {set(run.bound)}, derived {bound}"
     waiting = {entry for entry in run.entries.values() if entry.held_gate is Gate.POLICY_VERSION}

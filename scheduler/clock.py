@@ -9,7 +9,17 @@ What this module does not know: the wall clock.
 
 from __future__ import annotations
 
-from rolloutd.scheduler import attempts, budgeting, consumers, letting_in, lifecycle, publishing, queueing, updating
+from rolloutd.scheduler import (
+    attempts,
+    budgeting,
+    colocation,
+    consumers,
+    letting_in,
+    lifecycle,
+    publishing,
+    queueing,
+    updating,
+)
 from rolloutd.scheduler.actions import NoticeKind
 from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.rollout import Rollout
@@ -142,6 +152,7 @@ def _abort_all(world: World) -> None:
 def _housekeeping(world: World) -> None:
     world.timers.add(world.now + HOUSEKEEPING_SECONDS, TimerKind.HOUSEKEEPING, True)
     world.index.sweep(SWEEP_NODES)
+    colocation.retry(world)
     for run in list(world.runs.values()):
         consumers.expire(world, run)
         run.lengths.note_second()
@@ -155,7 +166,7 @@ def _housekeeping(world: World) -> None:
         attached = any(consumer.attached for consumer in run.consumers.values())
         publishing_now = any(lineage.active is not None for lineage in run.lineages.values())
         done = run.ended and not run.unfinished and not run.undelivered_results
-        if done and not attached and not publishing_now:
+        if done and not attached and not publishing_now and not colocation.has_memory_of(world, run):
             del world.runs[run.run_id]
             publishing.forget_run(world, run)
             for lineage in run.lineages.values():

@@ -1,10 +1,11 @@
 """Engine memory that a colocated trainer gets while it trains, and gives back.
 
     (serving) -> CLEARING -> RELEASING -> RELEASED -> RETURNING -> (serving)
+                                  \\-> LOST <-/
 
 Invariants
 - An engine is asked to release only when nothing of ours runs there and it is not being updated, and to take back only what it
-  released: anything else kills its process.
+  released: anything else kills its process. Where nobody knows any more what it has, nothing is asked of that process again.
 - What it had cached is gone with its memory, and is not credited any more.
 - Only engines that belong to the run are touched.
 
@@ -35,16 +36,18 @@ class MemoryState(enum.IntEnum):
     RELEASING = 1
     RELEASED = 2
     RETURNING = 3
+    LOST = 4  # nobody knows what it has: only another process of it serves again
 
 
 class Memory:
     """What an engine gives to the trainer, and how far that is."""
 
-    __slots__ = ("state", "tags")
+    __slots__ = ("lost", "state", "tags")
 
     def __init__(self, tags: tuple[str, ...]) -> None:
         self.tags = tags
         self.state = MemoryState.CLEARING
+        self.lost = ""  # why it is
 
 
 def follow(world: World, run: Run) -> None:
@@ -63,6 +66,22 @@ def follow(world: World, run: Run) -> None:
             elif memory.state is MemoryState.RELEASED:
                 memory.state = MemoryState.RETURNING
                 updating.call(world, engine, Verb.RESUME_MEMORY, tags=memory.tags)
+
+
+def has_memory_of(world: World, run: Run) -> bool:
+    """Whether a run still has to give memory back."""
+    return any(
+        one.owner == run.run_id and one.memory is not None and not one.memory.lost for one in world.engines.values()
+    )
+
+
+def retry(world: World) -> None:
+    """Call now and then: memory that was not taken back although the trainer does not need it."""
+    waiting = {one.owner for one in world.engines.values() if one.memory and one.memory.state is MemoryState.RELEASED}
+    for run_id in sorted(waiting):
+        owner = world.runs.get(run_id)
+        if owner is not None:
+            follow(world, owner)
 
 
 def go_on(world: World) -> None:
@@ -84,12 +103,17 @@ def answered(world: World, engine: Engine, event: ControlEnded | ControlFailed) 
     if memory is None:
         return
     if isinstance(event, ControlFailed):
-        not_taken = event.fault in NOT_TAKEN and memory.state is MemoryState.RELEASING
         world.record("warning", "memory_call_failed", engine=engine.engine_id, error=event.message)
         engine.last_error = event.message
-        if not not_taken:  # nobody knows what it has, and to ask for the wrong thing kills it
-            engine.quarantine = f"its memory was not given back: {event.message}; register it again"
-        _back(world, engine)
+        if event.fault not in NOT_TAKEN or (event.fault is FaultKind.REFUSED and memory.state is MemoryState.RETURNING):
+            memory.state = MemoryState.LOST
+            memory.lost = f"nobody knows whether it has its memory: {event.message}; restart it"
+            engine.note_held()
+            world.returned.append(engine)  # a publication does not wait for it
+        elif memory.state is MemoryState.RELEASING:
+            _back(world, engine)
+        else:
+            memory.state = MemoryState.RELEASED  # `retry` asks again
         return
     if memory.state is MemoryState.RELEASING:
         memory.state = MemoryState.RELEASED

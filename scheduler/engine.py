@@ -181,7 +181,7 @@ class Engine:
             case "memory":
                 self.held_because = "its memory is the trainer's"
             case _:
-                self.held_because = self.quarantine
+                self.held_because = (self.memory.lost if self.memory is not None else "") or self.quarantine
 
     @property
     def held_kind(self) -> str:
@@ -189,7 +189,7 @@ class Engine:
         if self.update is not None and not self.update.waiting:
             return "updating"
         if self.memory is not None:
-            return "memory"
+            return "quarantined" if self.memory.lost else "memory"
         return "quarantined" if self.quarantine else ""
 
     @property

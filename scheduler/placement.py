@@ -22,6 +22,8 @@ from rolloutd.scheduler.states import SHORT_TASKS, Gate, RolloutClass, TaskType
 from rolloutd.scheduler.world import World
 
 SHORT_KINDS = tuple(sorted(SHORT_TASKS))
+# While control calls are out engines stand still until somebody hears their answers, so the caller is not kept for long.
+BATCH_BESIDE_CALLS = 4
 LONG_KINDS = tuple(one for one in TaskType if one not in SHORT_TASKS)
 
 
@@ -32,6 +34,9 @@ def schedule(world: World) -> None:
         return
     batch_id = world.batches + 1
     made = 0
+    most = world.config.queue.max_batch_size
+    if world.controls:
+        most = min(most, BATCH_BESIDE_CALLS)
     pools = [pool for pool, waiting in world.waiting.items() if waiting and pool in world.rooms]
     for pool in pools if len(pools) < 2 else sorted(pools):
         room = world.rooms[pool]
@@ -40,7 +45,7 @@ def schedule(world: World) -> None:
             for run in world.runs.values():
                 if run.ledger.has_floors:
                     budgeting.note_stalled(world, run)
-            made += _fill(world, pool, room, batch_id, world.config.queue.max_batch_size - made)
+            made += _fill(world, pool, room, batch_id, most - made)
         else:
             world.gates[_full_gate(world, room)] += 1
     if made:

@@ -356,7 +356,9 @@ def _go_on(world: World, publication: Publication) -> None:
     updates = list(publication.updates.values())
     busy = sum(not one.over and not one.waiting for one in updates)
     for one in updates:
-        if one.waiting and (not at_once or busy < at_once) and one.engine.memory is None:
+        if one.waiting and one.engine.memory is not None and one.engine.memory.lost:
+            updating.abandon(world, one.engine, one.engine.memory.lost)
+        elif one.waiting and (not at_once or busy < at_once) and one.engine.memory is None:
             busy += 1
             updating.start(world, one)
     if not all(one.over for one in updates):

@@ -64,7 +64,7 @@ def put(world: World, rollout: Rollout) -> None:
     else:
         entry.members.append(rollout)
     rollout.entry = entry
-    if continued or rollout.requirement.exact_version is not None:
+    if rollout.requirement is not ANYTHING and (continued or rollout.requirement.exact_version is not None):
         run.bound[rollout.rollout_id] = rollout
     run.ledger.enqueue(rollout.rollout_class, spec.task_type, 1)
     run.queued_bytes[rollout.rollout_class] += entry.size_bytes

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal, TypeVar
 
@@ -23,6 +24,7 @@ from rolloutd.engines.sim.state_routes import json_response
 from rolloutd.engines.sim.weights import UpdateResult, Weights
 
 CRASH_STATUS = 1
+CALLS_REMEMBERED = 1_024
 T = TypeVar("T")
 
 
@@ -76,6 +78,7 @@ class ControlRoutes:
         self._weights = weights
         self._faults = faults
         self._refuse = refuse
+        self._calls: deque[tuple[str, float, float]] = deque(maxlen=CALLS_REMEMBERED)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._unslow: asyncio.TimerHandle | None = None
 
@@ -93,6 +96,7 @@ class ControlRoutes:
             web.post("/end_weight_update", self.end_update),
             web.route("*", "/release_memory_occupation", self.release_memory),
             web.route("*", "/resume_memory_occupation", self.resume_memory),
+            web.get("/sim/activity", self.activity),
             web.post("/sim/fault", self.set_fault),
             web.delete("/sim/fault", self.clear_fault),
         ]
@@ -172,8 +176,17 @@ class ControlRoutes:
         await self._carry_out(self._weights.resume_memory(body.tags))
         return json_response(None)
 
+    async def activity(self, request: web.Request) -> web.Response:
+        """When it worked, in simulated seconds: `now`, `rests` without a pass, `calls` (what, start, end) that changed it."""
+        driver = self._driver
+        body = {"now": driver.now(), "rests": list(driver.machine.rests), "calls": list(self._calls)}
+        return json_response(body)
+
     async def _carry_out(self, call: Coroutine[Any, Any, T]) -> T:
-        return await asyncio.shield(self._start(call))
+        started = self._driver.now()
+        result = await asyncio.shield(self._start(call))
+        self._calls.append((getattr(call, "__name__", ""), started, self._driver.now()))
+        return result
 
     def _start(self, call: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         task = asyncio.ensure_future(call)

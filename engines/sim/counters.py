@@ -8,10 +8,13 @@ What this module does not know: how work is scheduled.
 
 from __future__ import annotations
 
+from collections import deque
+
 from rolloutd.engines.sim.request import LoadSnapshot, Sequence
 
 NANO = 1_000_000_000
 _RATE_WINDOW_NANO = NANO
+_RESTS = 1_024  # of the newest ones that are remembered
 
 
 class Counters:
@@ -25,6 +28,8 @@ class Counters:
         self.finished = 0
         self.aborted = 0
         self.retracted = 0
+        self.rests: deque[tuple[float, float]] = deque(maxlen=_RESTS)  # (start, end) of times without any pass, seconds
+        self._rest_since = 0
         self._last_batch = (0, 0)  # cached and computed tokens of the last prefill
         self._rate = 0.0
         self._rate_since = (0, 0)  # (time in nanoseconds, generated tokens) at the start of the window
@@ -35,6 +40,15 @@ class Counters:
         self.prefill_nano += nano
         self.cached_tokens += cached_tokens
         self._last_batch = (cached_tokens, computed_tokens)
+
+    def end_pass(self, now: int) -> None:
+        """A pass or a stretch of them is over."""
+        self._rest_since = now
+
+    def begin_pass(self, now: int) -> None:
+        """The next one begins."""
+        if now > self._rest_since:
+            self.rests.append((self._rest_since / NANO, now / NANO))
 
     def update_rate(self, now: int, generated_tokens: int, working: bool) -> None:
         """`generated_tokens` so far. At rest the last rate stays, as in SGLang."""

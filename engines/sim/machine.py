@@ -66,6 +66,7 @@ class SimMachine:
         self._aborting: list[Sequence] = []
         self._frozen: LoadSnapshot | None = None
         self._counters = Counters()
+        self.rests = self._counters.rests  # the newest, seconds; not the one that lasts
 
     # ---- calls ----------------------------------------------------------------------------------------------------
 
@@ -294,6 +295,7 @@ class SimMachine:
         self._counters.generated_tokens += steps * len(self._running)
         self._ratio.decay(steps)
         self._stretch.end(self._now, step)
+        self._counters.end_pass(self._now)
         for sequence in self._running.values():
             sequence.produced = step - sequence.start_step
 
@@ -318,6 +320,7 @@ class SimMachine:
                 self._attend = self._now if len(self._queue) else None
                 return
         tau = max(1, round(self._timing.decode_step_seconds(len(self._running)) * NANO))
+        self._counters.begin_pass(self._now)
         self._stretch.begin(self._now, tau, self._pool.steps_that_fit(self._stretch.anchor_step))
         if len(self._queue) and not self._batch_full:
             self._attend = self._now + 1  # memory was made: try to admit after one step
@@ -355,6 +358,7 @@ class SimMachine:
             hit += cached
             computed += sequence.request.prompt_tokens + sequence.produced - cached
         length = round(self._timing.prefill_seconds(computed, len(admitted)) * NANO)
+        self._counters.begin_pass(self._now)
         self._prefilling = admitted
         self._prefill_end = self._now + max(1, length)
         self._counters.prefill(hit, computed, length)
@@ -362,6 +366,7 @@ class SimMachine:
 
     def _end_prefill(self) -> None:
         batch, self._prefilling, self._prefill_end = self._prefilling, [], None
+        self._counters.end_pass(self._now)
         self._log_due = True
         step = self._stretch.anchor_step
         for sequence in batch:

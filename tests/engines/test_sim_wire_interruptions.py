@@ -46,6 +46,25 @@ async def test_the_abort_frame_of_a_retracted_request_repeats_its_last_token() -
     assert odd["meta_info"]["output_token_logprobs"] == pairs
 
 
+async def test_it_tells_when_it_rested_and_what_was_asked_of_it() -> None:
+    async with engine("--weight-load-seconds", "1", scale=5) as sim:
+        task = asyncio.ensure_future(sim.stream({"rid": "a", "sampling_params": LONG}))
+        await sim.until(lambda state: state["generated_tokens"] > 10)
+        await sim.post("/pause_generation", {"mode": "in_place"})
+        await sim.post("/update_weights_from_disk", {"model_path": "next", "flush_cache": False})
+        await sim.post("/continue_generation", {})
+        await sim.until(lambda state: state["generated_tokens"] > 100)
+        _, activity = await sim.call("GET", "/sim/activity")
+        await sim.post("/abort_request", {"abort_all": True})
+        await task
+    assert [name for name, _, _ in activity["calls"]] == ["pause", "load_from_disk", "resume"]
+    (_, paused, _), (_, load_started, load_ended), (_, _, resumed) = activity["calls"]
+    rest_started, rest_ended = activity["rests"][-1]
+    assert load_ended - load_started >= 1.0
+    assert paused <= rest_started <= load_started < load_ended <= rest_ended
+    assert resumed <= activity["now"]
+
+
 async def test_hanging_up_a_stream_aborts_it() -> None:
     async with engine(scale=5) as sim:
         async for frame in sim.frames({"sampling_params": LONG}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rolloutd.scheduler.actions import PublishEnded
 from rolloutd.scheduler.events import JoinEngine
 from rolloutd.scheduler.states import FaultKind, ReleaseMemory, TrainerState, UpdateMode, Verb
 from tests.scheduler.kit import RUN, Bench, engine, spec
@@ -118,3 +119,32 @@ def test_other_runs_engines_and_shared_ones_are_left_alone() -> None:
     bench.configure(release_memory=ReleaseMemory.KV_CACHE)
     bench.step(1, TrainerState.TRAINING)
     assert set(bench.controls) == {"mine"}
+
+
+def test_memory_that_was_not_taken_back_is_asked_for_again() -> None:
+    bench = colocated()
+    bench.step(1, TrainerState.TRAINING)
+    bench.answer()
+    bench.step(2, TrainerState.WAITING)
+    bench.call_fails(fault=FaultKind.UNREACHED)
+    assert not bench.engine("e0").is_open(bench.now)
+    bench.pass_time(2.0)
+    assert bench.out() is Verb.RESUME_MEMORY
+    bench.answer()
+    assert bench.engine("e0").is_open(bench.now)
+
+
+def test_a_version_does_not_make_up_for_memory_that_is_lost() -> None:
+    bench = colocated()
+    bench.step(1, TrainerState.TRAINING)
+    bench.answer()
+    bench.step(2, TrainerState.WAITING)
+    bench.call_fails(fault=FaultKind.SILENT)
+    bench.publish(1)
+    assert bench.out() is None
+    (end,) = (one for one in bench.said if isinstance(one, PublishEnded))
+    assert end.failed == ("e0",)
+    assert "restart it" in bench.engine("e0").held_because
+    bench.do(JoinEngine(engine(run_id=RUN, incarnation="2")))
+    bench.finish_updates()
+    assert bench.engine("e0").is_open(bench.now) and bench.engine("e0").version == 1

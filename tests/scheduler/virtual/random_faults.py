@@ -89,9 +89,16 @@ class RandomFaults:
 
     def bring_back(self, engine: FaultyEngine) -> None:
         """Without faults; as a new process where the scheduler has forgotten what is wrong with its weights or its memory."""
+        known = self.simulation.scheduler._world.engines.get(engine.facts.engine_id)
+        lost = known is not None and known.memory is not None and bool(known.memory.lost)
         forgotten = engine.facts.engine_id not in self.simulation.scheduler._world.engines
-        if engine.down or (
-            forgotten and (engine.inner.controls.spoilt or engine.inner.controls.released or self.rng.random() < 0.5)
+        if (
+            engine.down
+            or lost
+            or (
+                forgotten
+                and (engine.inner.controls.spoilt or engine.inner.controls.released or self.rng.random() < 0.5)
+            )
         ):
             engine.restart(self.simulation.now)
         engine.heal(self.simulation.now)

@@ -126,6 +126,8 @@ class RandomPublishing:
     def _push(self, action: PublishProgress) -> None:
         """The trainer's tensors, and its word for them."""
         rng = self.rng
+        if self._waiting.get(action.engine_id) != (action.run_id, action.version):
+            return  # it was served with the others, or does not wait any more
         how = "well" if self.healed else rng.choice(["well"] * 6 + ["in part", "not at all", "silently", "all at once"])
         self.counts[f"pushed {how}"] += 1
         error = ""
@@ -139,10 +141,14 @@ class RandomPublishing:
                 return
         elif how == "all at once":
             waiting = [one for one, version in self._waiting.items() if version == (action.run_id, action.version)]
-            if not [failed for engine_id in waiting if (failed := self._send_tensors(action, engine_id))]:
+            problems = [self._send_tensors(action, engine_id) for engine_id in waiting]
+            for engine_id in waiting:
+                del self._waiting[engine_id]
+            if not any(problems):
                 self.simulation.send(WeightsPushed(action.run_id, action.pool, action.version))
             return
         else:
+            del self._waiting[action.engine_id]
             error = self._send_tensors(action, action.engine_id)
         if how != "silently":
             self.simulation.send(WeightsPushed(action.run_id, action.pool, action.version, action.engine_id, error))

@@ -28,6 +28,7 @@ from rolloutd.scheduler.events import (
     CancelRollouts,
     CloseConsumer,
     ConfigureRun,
+    ControlFailed,
     EndRun,
     EngineReadiness,
     Event,
@@ -102,7 +103,7 @@ class RandomWorld:
         self.work = RandomWork(rng, self.publishing)
         self.bounds = {run_id: self._random_bounds() for run_id in self.runs}
         self.faults = RandomFaults(rng, self.simulation, self.engines, self.auditor.counts)
-        self.ended_runs: set[str] = set()
+        self.simulation.observers.append(self._mind_memory)
 
     def send(self, event: Event) -> list[Action]:
         return self.simulation.send(event)
@@ -218,6 +219,15 @@ class RandomWorld:
             if self.publishing.active:
                 self.publishing.heal(run_id, "policy")
                 self.publishing.heal(run_id, "reward")
+
+    def _mind_memory(self, event: Event, actions: list[Action]) -> None:
+        """An operator starts engines anew of which nobody knows whether they have their memory."""
+        known = self.auditor.world.engines.get(event.engine_id) if isinstance(event, ControlFailed) else None
+        if known is not None and known.memory is not None and known.memory.lost:
+            for engine in self.engines:
+                if engine.facts.engine_id == known.engine_id:
+                    later = self.simulation.now + self.rng.uniform(0.1, 5.0)
+                    self.simulation.at(later, lambda one=engine: self.faults.bring_back(one))  # type: ignore[misc]
 
     def _note_turn(self, result: RolloutResult) -> None:
         prompt = self.auditor.watched[result.run_id, result.rollout_id].rollout.spec.token_bytes
