@@ -99,10 +99,16 @@ class Look:
         hits = entry.hits
         if hits:
             here = self.by_key
-            for key, hit in hits.items():  # longest first
-                if key in here:
-                    entry.most += self._prefix_weight * hit / entry.prompt_tokens
-                    break
+            longest = 0
+            if 2 * len(here) < len(hits):
+                for key in here:
+                    longest = max(longest, hits.get(key, 0))
+            else:
+                for key, hit in hits.items():  # longest first
+                    if key in here:
+                        longest = hit
+                        break
+            entry.most += self._prefix_weight * longest / entry.prompt_tokens
 
     def space(self, engine: Engine) -> gates.Space:
         """What the engine has left for the run; of use until something is booked there."""
