@@ -86,9 +86,14 @@ def print_table(lines: Sequence[Figures], out: TextIO) -> None:
         table.add_row(
             workload, arm, *([("cold", "warm")[epoch] if epoch < 2 else str(epoch)] if epochs else []), *cells
         )
+    print_wide(table, out)
+
+
+def print_wide(table: Table, out: TextIO) -> None:
+    """Print a table whole: on a narrow terminal a wide one is better than figures cut short."""
     console = Console(file=out)
     needed = Measurement.get(console, console.options.update(width=_ANY_WIDTH), table).maximum
-    console.width = max(console.width, needed)  # a wide table is better than figures cut short
+    console.width = max(console.width, needed)
     console.print(table)
 
 

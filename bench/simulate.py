@@ -85,7 +85,7 @@ def simulate(plan: Plan, arm: str, seed: int, note: Note | None = None) -> Itera
     machines = plan.pool.machines
     if arm != PRODUCT:
         machines = [replace(machine, stream_interval=QUIET_STREAM_INTERVAL) for machine in machines]
-    epochs = Epochs(core_of(arm, seed, plan.config), machines)
+    epochs = Epochs(core_of(arm, seed, _roomy(plan)), machines)
     if plan.steps:
         yield _train(plan, arm, seed, epochs, machines, note)
         return
@@ -102,6 +102,17 @@ def simulate(plan: Plan, arm: str, seed: int, note: Note | None = None) -> Itera
             None if note is None else lambda back, of=doing, all=total: note(of, back, all),  # type: ignore[misc]
         )
         yield figures(arm, replace(workload, name=plan.name), seed, epoch, record, limit, machines)
+
+
+def _roomy(plan: Plan) -> SchedulerConfig:
+    """Settings with queues that take a larger workload at once, as a trainer that submits so much would have them."""
+    queue = plan.config.queue
+    roomy = replace(
+        queue,
+        queue_capacity=queue.queue_capacity * plan.scale,
+        queue_capacity_bytes=queue.queue_capacity_bytes * plan.scale,
+    )
+    return replace(plan.config, queue=roomy)
 
 
 def _train(
@@ -206,6 +217,7 @@ def _plan(options: argparse.Namespace) -> Plan:
             pool,
             epochs,
             config,
+            scale=options.scale,
         )
     path = Path(options.workload)
     if not path.is_file():

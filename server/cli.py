@@ -1,4 +1,4 @@
-"""The command `rolloutd`: serve, check, health, engine-sim, submit, publish, lineage, demo, simulate.
+"""The command `rolloutd`: serve, check, health, engine-sim, submit, publish, lineage, demo, calibrate, replay, simulate.
 
 Invariants
 - Parsing needs nothing heavy; each command imports what it runs.
@@ -27,6 +27,8 @@ DEFAULT_TARGET = "127.0.0.1:50051"
 # Commands whose flags are their own: module with a `main(argv)`.
 APART = {
     "demo": ("rolloutd.bench.demo", "watch a GRPO-shaped loop over simulated engines"),
+    "calibrate": ("rolloutd.bench.calibrate", "measure how fast an engine is, for simulations"),
+    "replay": ("rolloutd.bench.replay", "serve what was recorded once more, with other settings"),
     "simulate": (
         "rolloutd.bench.simulate",
         "serve a workload in virtual time, and compare with other ways to schedule",

@@ -77,7 +77,7 @@ class PoolSettings:
 
 @dataclass(frozen=True, slots=True)
 class JsonLinesSettings:
-    """`decision_log.*` and `lineage.*`: a file of JSON lines (`path` None: none), its size, and how many older ones stay."""
+    """`decision_log.*`, `lineage.*`, `event_log.*`: a file of JSON lines (`path` None: none), its size, older ones that stay."""
 
     path: str | None = None
     max_bytes: int = 64 << 20
@@ -115,6 +115,7 @@ class ServerConfig:
     log_level: str = "info"
     decision_log: JsonLinesSettings = JsonLinesSettings()
     lineage: JsonLinesSettings = JsonLinesSettings()
+    event_log: JsonLinesSettings = JsonLinesSettings()
     engine_manager: EngineManagerSettings = EngineManagerSettings()
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -278,6 +279,7 @@ def _build(values: dict[str, Any], origins: dict[str, str]) -> ServerConfig:
         log_level=log["level"],
         decision_log=JsonLinesSettings(**section("decision_log")),
         lineage=JsonLinesSettings(**section("lineage")),
+        event_log=JsonLinesSettings(**section("event_log")),
         engine_manager=EngineManagerSettings(**manager),
         scheduler=scheduler,
         values=values,
@@ -301,13 +303,16 @@ def _check_access(values: Mapping[str, Any], origins: Mapping[str, str], tls: Tl
 
 
 def _check_record_files(values: Mapping[str, Any], origins: Mapping[str, str]) -> None:
-    keys = ("decision_log.path", "lineage.path")
-    for key in keys:
-        if values[key] is not None and not Path(values[key]).absolute().parent.is_dir():
+    named: dict[Path, str] = {}
+    for key in ("decision_log.path", "lineage.path", "event_log.path"):
+        if values[key] is None:
+            continue
+        path = Path(values[key]).absolute()
+        if not path.parent.is_dir():
             raise ConfigError(f"{key} ({origins[key]}): the folder of {values[key]!r} does not exist; make it first")
-    decisions, lineage = (values[key] for key in keys)
-    if decisions is not None and lineage is not None and Path(decisions).absolute() == Path(lineage).absolute():
-        raise ConfigError(f"lineage.path ({origins['lineage.path']}): is decision_log.path too; name another file")
+        if path in named:
+            raise ConfigError(f"{key} ({origins[key]}): is {named[path]} too; name another file")
+        named[path] = key
 
 
 def _default_budget(section: Mapping[str, Any], origins: Mapping[str, str]) -> Budget:

@@ -35,6 +35,8 @@ from rolloutd.server.decision_log import DecisionLog
 from rolloutd.server.engine_manager import EngineManager
 from rolloutd.server.engine_service import EngineService
 from rolloutd.server.errors import SHUTTING_DOWN
+from rolloutd.server.event_log import Entry, EventLog
+from rolloutd.server.event_log import line_of as line_of_entry
 from rolloutd.server.garbage import Garbage
 from rolloutd.server.json_lines import JsonLines
 from rolloutd.server.lineage_log import LineageLog, line_of
@@ -144,6 +146,10 @@ class Server:
             lineages = JsonLines(config.lineage, line_of, "lineage")
             LineageLog(self.state, lineages)
             self._files.append(lineages)
+        if config.event_log.path is not None:
+            entries: JsonLines[Entry] = JsonLines(config.event_log, line_of_entry, "event_log")
+            self.loop.observers.append(EventLog(self.loop.clock, entries.put).observe)
+            self._files.append(entries)
         for file in self._files:
             file.start()
         await server.start()
