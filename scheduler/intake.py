@@ -161,7 +161,7 @@ def _check_pool(world: World, run: Run, spec: RolloutSpec) -> int | Refusal:
             return Refusal(
                 Code.UNAVAILABLE,
                 "NO_ENGINE",
-                f"pool: no engine in {spec.pool!r} matches; retry later",
+                f"pool: {world.why_none(run, spec.pool)}; retry later",
                 retry_after_seconds=5.0,
             )
         return spec.max_new_tokens
