@@ -155,6 +155,10 @@ def _payload(spec: RolloutSpec) -> RolloutSpec:
 
 def _check_pool(world: World, run: Run, spec: RolloutSpec) -> int | Refusal:
     """Checks against the engines that could serve this; returns max_new_tokens, clipped where that was asked for."""
+    refusal = run.refuse_pool(spec.pool)
+    if refusal is not None:
+        return refusal
+    run.lineage(spec.pool)
     engines = world.pool_engines(run, spec.pool, spec.engine_labels)
     if not engines:
         if spec.fail_fast:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rolloutd.scheduler.actions import NoticeKind
 from rolloutd.scheduler.events import AttachConsumer, DetachConsumer, EndRun, JoinEngine, RemoveEngine, WeightsPushed
 from rolloutd.scheduler.events import PublishPolicy as Publish
+from rolloutd.scheduler.run import MOST_POOLS
 from rolloutd.scheduler.spec import PolicyUpdate
 from rolloutd.scheduler.states import Code, Verb
 from tests.scheduler.kit import CONSUMER, RUN, Bench, engine, spec, specs
@@ -109,3 +110,15 @@ def test_a_publication_is_no_lack_of_capacity() -> None:
     bench.finish_updates()
     bench.pass_time(5.0)
     assert "out of disk" in bench.notices(NoticeKind.NO_CAPACITY)[0].message
+
+
+def test_a_run_names_a_bounded_number_of_pools() -> None:
+    bench = Bench(engine())
+    for number in range(MOST_POOLS):
+        bench.publish(1, pool=f"p{number}")
+    error = bench.refused(Publish(RUN, PolicyUpdate(1, "/weights/1", pool="one more")))
+    assert (error.code, error.fields[0][0]) == (Code.INVALID_ARGUMENT, "pool")
+    assert bench.rejected(spec("r", pool="another")).fields[0][0] == "pool"
+    bench.submit(spec("ok", pool="p0"))
+    bench.publish(2, pool="p0")
+    assert len(bench.its_run().lineages) == MOST_POOLS
