@@ -136,7 +136,7 @@ def _ttl_passed(world: World, rollout: Rollout) -> None:
         error = Refusal(
             Code.UNAVAILABLE,
             "NO_ENGINE",
-            f"no engine of pool {spec.pool!r} was there for {waited:.1f} s, its queue_ttl",
+            f"{world.why_none(run, spec.pool)} for {waited:.1f} s, its queue_ttl",
             retry_after_seconds=RETRY_AFTER_SECONDS,
         )
         lifecycle.finish(world, rollout, Outcome.NO_ENGINE, error)
@@ -182,7 +182,9 @@ def _watch_capacity(world: World, run: Run) -> None:
         pool
         for pool in pools
         if not any(
-            engine.state(world.now) == "ready" and world.serves(engine, run, pool, {})
+            # One that gets a version is back by itself, and every publication would be an alarm.
+            (engine.state(world.now) == "ready" or (engine.held_kind == "updating" and not engine.lost))
+            and world.serves(engine, run, pool, {})
             for engine in world.engines.values()
         )
     )
@@ -200,9 +202,14 @@ def _watch_capacity(world: World, run: Run) -> None:
     ):
         return
     run.no_capacity_told_at = world.now
-    errors = {
-        engine.last_error for engine in world.engines.values() if engine.facts.pool in missing and engine.last_error
-    }
-    why = f"; last error: {sorted(errors)[0]}" if errors else ""
-    message = f"no ready engine in pool {', '.join(missing)} for {since:.0f} s{why}"
+    message = f"no ready engine in pool {', '.join(missing)} for {since:.0f} s{_why_missing(world, run, missing)}"
     world.notify(run, NoticeKind.NO_CAPACITY, message, since)
+
+
+def _why_missing(world: World, run: Run, missing: list[str]) -> str:
+    """One reason, with its separator, or nothing."""
+    engines = [engine for pool in missing for engine in world.pool_engines(run, pool, {})]
+    held = {engine.held_because for engine in engines if engine.held_because and not engine.lost}
+    errors = {f"last error: {engine.last_error}" for engine in engines if engine.last_error}
+    reasons = sorted(held) or sorted(errors) or [world.why_none(run, missing[0])] * (not engines)
+    return f"; {reasons[0]}" if reasons else ""

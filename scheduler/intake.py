@@ -155,13 +155,17 @@ def _payload(spec: RolloutSpec) -> RolloutSpec:
 
 def _check_pool(world: World, run: Run, spec: RolloutSpec) -> int | Refusal:
     """Checks against the engines that could serve this; returns max_new_tokens, clipped where that was asked for."""
+    refusal = run.refuse_pool(spec.pool)
+    if refusal is not None:
+        return refusal
+    run.lineage(spec.pool)
     engines = world.pool_engines(run, spec.pool, spec.engine_labels)
     if not engines:
         if spec.fail_fast:
             return Refusal(
                 Code.UNAVAILABLE,
                 "NO_ENGINE",
-                f"pool: no engine in {spec.pool!r} matches; retry later",
+                f"pool: {world.why_none(run, spec.pool)}; retry later",
                 retry_after_seconds=5.0,
             )
         return spec.max_new_tokens

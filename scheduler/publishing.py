@@ -36,6 +36,9 @@ SOUND_CACHES = {
 
 def publish(world: World, run: Run, update: PolicyUpdate) -> Refusal | None:
     """Accept a publication; what becomes of it is told by PublishProgress and one PublishEnded."""
+    refusal = run.refuse_pool(update.pool)
+    if refusal is not None:
+        return refusal
     lineage = run.lineage(update.pool)
     refusal = _check(world, run, lineage, update)
     if refusal is not None:

@@ -24,6 +24,7 @@ from rolloutd.scheduler.meter import Meter
 from rolloutd.scheduler.mix import Mix
 from rolloutd.scheduler.outbox import Consumer
 from rolloutd.scheduler.phase import PhaseState
+from rolloutd.scheduler.refusal import Refusal, invalid
 from rolloutd.scheduler.spec import RunSettings, StepReport
 from rolloutd.scheduler.staleness import Window
 from rolloutd.scheduler.states import RolloutClass, TaskType, TrainerState
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from rolloutd.scheduler.timers import Timer
 
 REMEMBERED_IDS = 65_536
+MOST_POOLS = 64  # that one run may name
 
 
 class Run:
@@ -152,6 +154,14 @@ class Run:
         if lineage is None:
             lineage = self.lineages[pool] = Lineage(self.run_id, pool)
         return lineage
+
+    def refuse_pool(self, pool: str) -> Refusal | None:
+        """Refuses one pool more than a run may name; its versions, queues and metrics are kept per pool."""
+        if pool in self.lineages or len(self.lineages) < MOST_POOLS:
+            return None
+        return invalid(
+            "pool", f"is {pool!r}; run {self.run_id!r} uses {MOST_POOLS} pools already, the most there may be"
+        )
 
     def newest_version(self, pool: str) -> int:
         lineage = self.lineages.get(pool)

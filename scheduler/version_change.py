@@ -30,9 +30,10 @@ def note(world: World, run: Run, lineage: Lineage) -> None:
     lineage.note_engines(engines, ttl_versions)
     serving = [one.version for one in engines if not one.quarantine and (one.update is None or one.update.waiting)]
     world.index.advance_version(lineage.owner, min(serving, default=lineage.version), ttl_versions)
+    held: dict[int, bool] = {}  # older exact version -> whether an engine still holds it
     for rollout in list(run.bound.values()):
         if rollout.spec.pool == lineage.pool and rollout.rollout_id in run.bound:
-            _look_at(world, rollout, lineage)
+            _look_at(world, rollout, lineage, held)
     for entry in list(lineage.held):
         queueing.wake(world, entry)
     world.dirty = True
@@ -47,9 +48,11 @@ def prefix_ttl_versions(world: World, run: Run) -> int:
     return round(run.phase.between(policy.cold_start_prefix_ttl_versions, policy.stable_prefix_ttl_versions))
 
 
-def _look_at(world: World, rollout: Rollout, lineage: Lineage) -> None:
+def _look_at(world: World, rollout: Rollout, lineage: Lineage, held: dict[int, bool]) -> None:
     exact = rollout.requirement.exact_version
-    if exact is not None and exact < lineage.version and not versions.held_somewhere(world, lineage, exact):
+    if exact is not None and exact < lineage.version and exact not in held:
+        held[exact] = versions.held_somewhere(world, lineage, exact)
+    if exact is not None and exact < lineage.version and not held[exact]:
         error = Refusal(
             Code.FAILED_PRECONDITION,
             "POLICY_VERSION_GONE",

@@ -185,6 +185,16 @@ class World:
             and (not labels or all(facts.labels.get(name) == value for name, value in labels.items()))
         )
 
+    def why_none(self, run: Run, pool: str) -> str:
+        """Why no engine of a pool may run work of this run, for a person."""
+        others = {
+            one.owner for one in self.engines.values() if one.facts.pool == pool and one.owner not in ("", run.run_id)
+        }
+        if not others:
+            return f"no engine of pool {pool!r} was there"
+        names = ", ".join(repr(name) for name in sorted(others))
+        return f"the engines of pool {pool!r} hold the weights of another run ({names})"
+
     def pool_engines(self, run: Run, pool: str, labels: Mapping[str, str]) -> list[Engine]:
         """Engines that may ever run such work; looked up again when engines came or went."""
         if self._pools_mark != self.fleet_mark:

@@ -8,7 +8,8 @@ Invariants
   loop's own end cuts off is not told.
 - Scheduling happens on `Tick` only. A tick follows the burst that wanted it, no later than `scheduling_interval_ms`
   after it and, while ticks are dear, not before the loop had as much time for everything else as the last tick took.
-- A door that was removed is closed when its last attempt and its last control call have ended.
+- A door that was removed is closed when its last attempt and its last control call have ended; if those left its engine
+  paused, it is resumed before.
 
 What this module does not know: gRPC, protobuf, and what the core decides.
 """
@@ -28,7 +29,7 @@ from rolloutd.scheduler import actions, events
 from rolloutd.scheduler.machine import Scheduler
 from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.result import Piece
-from rolloutd.scheduler.states import FaultKind
+from rolloutd.scheduler.states import FaultKind, Verb
 from rolloutd.server.controlling import FAULTS, carry_out
 from rolloutd.server.logging import get_logger
 from rolloutd.server.outbox import Outbox
@@ -51,6 +52,7 @@ class _Door:
     attempts: int = 0
     controls: int = 0
     removed: bool = False
+    paused: bool = False  # by a call of ours that no resume came after
 
 
 class RunLoop:
@@ -260,11 +262,15 @@ class RunLoop:
 
     async def _control(self, control: actions.Control, held: _Door | None) -> None:
         end: events.Event | None = None
+        if held is not None and control.verb is Verb.PAUSE:
+            held.paused = True
         try:
             end = await carry_out(control, held.door if held is not None else None)
         finally:
             if held is not None:
                 held.controls -= 1
+                if control.verb is Verb.RESUME and isinstance(end, events.ControlEnded):
+                    held.paused = False
             self._end_call(end, held)
 
     def _begin_call(self) -> None:
@@ -292,7 +298,17 @@ class RunLoop:
 
     def _close_if_unused(self, held: _Door) -> None:
         if held.removed and held.attempts == 0 and held.controls == 0:
-            self.spawn(held.door.close(), f"close {held.door.url}")
+            self.spawn(self._part(held), f"close {held.door.url}")
+
+    async def _part(self, held: _Door) -> None:
+        """Close a removed door. An engine that was removed in the middle of an update would stand still for ever."""
+        try:
+            if held.paused:
+                await held.door.resume()
+        except EngineFault as fault:
+            self._log.warning("engine_left_paused", url=held.door.url, message=fault.message)
+        finally:
+            await held.door.close()
 
     # -- ticks -------------------------------------------------------------------------------------------------------
 

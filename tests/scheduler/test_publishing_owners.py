@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from rolloutd.scheduler.events import AttachConsumer, DetachConsumer, EndRun, JoinEngine, RemoveEngine
+from rolloutd.scheduler.actions import NoticeKind
+from rolloutd.scheduler.events import AttachConsumer, DetachConsumer, EndRun, JoinEngine, RemoveEngine, WeightsPushed
 from rolloutd.scheduler.events import PublishPolicy as Publish
+from rolloutd.scheduler.run import MOST_POOLS
 from rolloutd.scheduler.spec import PolicyUpdate
 from rolloutd.scheduler.states import Code, Verb
 from tests.scheduler.kit import CONSUMER, RUN, Bench, engine, spec, specs
@@ -83,3 +85,40 @@ def test_an_engine_that_somebody_published_to_before_we_knew_it_matches_nothing_
     (first, second) = bench.run(*specs("r", 2))
     salts = {one.engine_id: one.cache_salt for one in (first, second)}
     assert salts["e0"] == "" and salts["e1"].startswith("7-")
+
+
+def test_work_without_an_engine_is_told_whose_weights_they_hold() -> None:
+    bench = Bench(engine())
+    bench.do(AttachConsumer("other", CONSUMER))
+    bench.publish(1, run="other", path="/other/1")
+    bench.finish_updates()
+    quick = bench.rejected(spec("quick", fail_fast=True))
+    bench.submit(spec("a", queue_ttl_seconds=30.0))
+    bench.pass_time(31.0)
+    for said in (quick.message, bench.notices(NoticeKind.NO_CAPACITY)[0].message, str(bench.result("a").error)):
+        assert "hold the weights of another run ('other')" in said
+
+
+def test_a_publication_is_no_lack_of_capacity() -> None:
+    bench = Bench(engine())
+    bench.publish(1, path="")
+    bench.submit(spec("a"))
+    bench.answer_through(Verb.BEGIN)
+    bench.pass_time(30.0)
+    assert not bench.notices(NoticeKind.NO_CAPACITY)
+    bench.do(WeightsPushed(RUN, "policy", 1, error="out of disk"))
+    bench.finish_updates()
+    bench.pass_time(5.0)
+    assert "out of disk" in bench.notices(NoticeKind.NO_CAPACITY)[0].message
+
+
+def test_a_run_names_a_bounded_number_of_pools() -> None:
+    bench = Bench(engine())
+    for number in range(MOST_POOLS):
+        bench.publish(1, pool=f"p{number}")
+    error = bench.refused(Publish(RUN, PolicyUpdate(1, "/weights/1", pool="one more")))
+    assert (error.code, error.fields[0][0]) == (Code.INVALID_ARGUMENT, "pool")
+    assert bench.rejected(spec("r", pool="another")).fields[0][0] == "pool"
+    bench.submit(spec("ok", pool="p0"))
+    bench.publish(2, pool="p0")
+    assert len(bench.its_run().lineages) == MOST_POOLS

@@ -38,6 +38,8 @@ from rolloutd.v1 import (
     PublishPolicyRequest,
     PublishPolicyResponse,
     PushedWeights,
+    RegisterEngineRequest,
+    RemoveEngineRequest,
 )
 from rolloutd.v1 import CacheHandling as CacheMessage
 from rolloutd.v1 import UpdateMode as ModeMessage
@@ -321,6 +323,24 @@ async def test_a_confirmation_that_fits_nothing_is_refused(fields: dict[str, Any
         assert (await refused(rig.trainer.ConfirmWeights(request))).code == code
         await rig.trainer.ConfirmWeights(ConfirmWeightsRequest(run_id="run", version=5))
         await watch.end()
+
+
+@pytest.mark.parametrize("again", [False, True])
+async def test_an_engine_that_is_removed_while_it_is_updated_is_not_left_paused(again: bool) -> None:
+    async with running_server(make_door=SlowDoor) as rig:
+        watch = Watch(rig, disk(5))
+        await watch.until(UPDATE_STATE_LOADING)
+        door: Any = rig.door
+        (engine_id,) = ids(rig)
+        await rig.engines.RemoveEngine(RemoveEngineRequest(engine_id=engine_id))
+        if again:
+            await rig.engines.RegisterEngine(RegisterEngineRequest(url=door.url))
+        (failure,) = (await watch.end()).summary.failed
+        assert (failure.engine_id, failure.message) == (engine_id, "the engine was removed")
+        assert door.paused is not None and not door.closed
+        door.may_load.set()
+        await until(lambda: door.closed)
+        assert door.paused is None and [call[0] for call in door.controls][-1] == "resume"
 
 
 async def test_a_server_that_stops_tells_its_watchers() -> None:
