@@ -126,7 +126,7 @@ bench-leaks: $(STAMP) $(CORE_BUILD) ## what 100,000 cancels and 20,000 streams l
 	$(call BENCH,leaks,leaks)
 
 .PHONY: bench-publish
-bench-publish: $(STAMP) $(CORE_BUILD) ## how long engines stand still for a new version, and what expires; the last line is JSON (4 minutes)
+bench-publish: $(STAMP) $(CORE_BUILD) ## how long engines stand still for a new version, and what expires; the last line is JSON (7 minutes)
 	$(call BENCH,publish,publish_cost)
 
 .PHONY: bench-quality
