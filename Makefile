@@ -133,6 +133,10 @@ bench-publish: $(STAMP) $(CORE_BUILD) ## how long engines stand still for a new 
 bench-quality: $(STAMP) $(CORE_BUILD) ## how near to the bound rolloutd and control arms come on Q1 to Q4, ten seeds, cold and warm (15 minutes)
 	$(call BENCH,quality,quality)
 
+.PHONY: bench-loop
+bench-loop: $(STAMP) $(CORE_BUILD) ## trainer idle time and samples per second of Q5, synchronous and one step off-policy, three seeds (20 minutes)
+	$(call BENCH,loop,quality --workloads Q5 Q5-off --seeds 3 --arms rolloutd fifo least-in-flight prefix oracle)
+
 .PHONY: cost-table
 cost-table: $(STAMP) ## write the README's cost table from what the benchmarks last printed here
 	@$(PYTHON) -m rolloutd.bench.cost_table

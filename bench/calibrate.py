@@ -37,7 +37,9 @@ from rolloutd.engines.sim.timing import Curve, TimingModel
 
 DECODE_PROMPT_TOKENS = 32
 TOKENS = 256
+DECODE_REPEATS = 2  # the faster counts: other load only ever adds time
 PREFILL_REPEATS = 3
+SUSPECT_MISFIT = 0.1
 LONGEST_PREFILL_TOKENS = 8_192  # SGLang's usual chunk: a longer prompt is computed in parts
 MOST_SEQUENCES = 64
 
@@ -88,6 +90,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"rolloutd calibrate: {error}", file=sys.stderr)
         return 1
     Console(stderr=options.out is None).print(table_of(fitted))
+    if fitted.error > SUSPECT_MISFIT:
+        print(
+            f"rolloutd calibrate: a measured step is {fitted.error:.0%} off the curve: was the engine idle, and the machine too?",
+            file=sys.stderr,
+        )
     if options.out is None:
         print(text)
     return 0
@@ -131,7 +138,10 @@ async def measure(
     fits = info.kv_capacity_tokens // (DECODE_PROMPT_TOKENS + tokens + info.page_size_tokens)
     most = max(2, min(most_sequences, info.max_running_rollouts, fits))
     await prober.decode(1, min(tokens, 32))  # what an engine does for the first time takes longer
-    measured = [(sequences, await prober.decode(sequences, tokens)) for sequences in _doubling(most)]
+    measured = [
+        (sequences, min([await prober.decode(sequences, tokens) for _ in range(DECODE_REPEATS)]))
+        for sequences in _doubling(most)
+    ]
     curve, base, growth, error = fit(measured)
     return Fitted(
         curve=curve,

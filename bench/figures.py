@@ -35,7 +35,7 @@ class Figures:
     session_over_alone: mean end of sessions over the mean of what each would take alone, with its cache. used: share of the
     pool's decode capacity that the output took. prefill_share: of engine time. moves: dispatches per rollout, less one.
     Of training loops: idle_ratio, share of time in which nothing trains, and its least by the bound; samples_per_second, those
-    that were trained on. handle_us_per_rollout: wall microseconds inside the scheduler.
+    that were trained on. handle_us_per_rollout: CPU microseconds inside the scheduler.
     """
 
     arm: str

@@ -3,7 +3,7 @@
 Prints one aligned table (mean and spread over seeds), then one line of JSON per arm, workload, seed and epoch.
 
 Invariants
-- All arms of one call see the same engines, workloads and seeds; the same call prints the same figures (but for wall times).
+- All arms of one call see the same engines, workloads and seeds; the same call prints the same figures (but for CPU times).
 - A bad argument is refused before anything runs, with the flag and what it takes.
 
 What this module does not know: how anything is scheduled, and what the figures mean.

@@ -47,7 +47,7 @@ PATIENCE_SECONDS = 3_600.0  # simulated: the longest output takes less than half
 
 @dataclass(slots=True)
 class EpochRecord:
-    """What came of one epoch. Times are simulated seconds since its start, but for `handle_seconds` (wall).
+    """What came of one epoch. Times are simulated seconds since its start, but for `handle_seconds` (CPU).
 
     prefill_seconds: that engines spent computing prompts, over all engines. session_ends: session id -> when its last turn was
     back. failed: rollouts that ended in anything but COMPLETED. dispatches: attempts started. handle_seconds: inside the
@@ -165,9 +165,9 @@ class Epochs:
         return sum(load.prefill_busy_seconds_total for load in loads if load is not None)
 
     def _metered(self, event: Event, now: float) -> list[Action]:
-        started = time.perf_counter()
+        started = time.thread_time()
         actions = self._handle(event, now)
-        self._handle_seconds += time.perf_counter() - started
+        self._handle_seconds += time.thread_time() - started
         return actions
 
     def _watch(self, event: Event, actions: list[Action]) -> None:
