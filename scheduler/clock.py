@@ -54,6 +54,8 @@ def fire_due(world: World) -> None:
                 _abort_all(world)
             case TimerKind.UPDATE:
                 updating.due(world, subject)
+            case TimerKind.PLACE:
+                world.dirty = True
             case TimerKind.HOUSEKEEPING:
                 _housekeeping(world)
             case TimerKind.ENGINE:

@@ -12,13 +12,14 @@ What this module does not know: scores, and what makes a gate close beyond askin
 
 from __future__ import annotations
 
-from rolloutd.scheduler import budgeting, gates, preemption, turns
+from rolloutd.scheduler import budgeting, gates, preemption, turns, updating
 from rolloutd.scheduler.choosing import Spaces, choose
 from rolloutd.scheduler.dispatching import dispatch
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.room import Room
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.states import SHORT_TASKS, Gate, RolloutClass, TaskType
+from rolloutd.scheduler.timers import TimerKind
 from rolloutd.scheduler.world import World
 
 SHORT_KINDS = tuple(sorted(SHORT_TASKS))
@@ -31,6 +32,9 @@ def schedule(world: World) -> None:
     """One pass over all pools. Leaves `world.dirty` set when the batch limit cut it short."""
     world.dirty = False
     if world.shutting_down:
+        return
+    if world.controls and updating.last_calls_out(world):
+        _look_again(world, world.last_calls_since + updating.LAST_CALLS_SECONDS)
         return
     batch_id = world.batches + 1
     made = 0
@@ -50,6 +54,12 @@ def schedule(world: World) -> None:
             world.gates[_full_gate(world, room)] += 1
     if made:
         world.batches = batch_id
+
+
+def _look_again(world: World, at: float) -> None:
+    if world.place_at != at:
+        world.place_at = at
+        world.timers.add(at, TimerKind.PLACE, True)
 
 
 def _fill(world: World, pool: str, room: Room, batch_id: int, limit: int) -> int:

@@ -31,6 +31,7 @@ class TimerKind(enum.IntEnum):
     ENGINE = 5
     HOUSEKEEPING = 6
     UPDATE = 7
+    PLACE = 8
 
 
 class Timer:

@@ -40,6 +40,11 @@ _PAUSES = {
     UpdateMode.RETRACT: PauseMode.RETRACT,
     UpdateMode.IN_PLACE: PauseMode.IN_PLACE,
 }
+# Answered at once, and then the engine works again. Work that another engine could get waits for them, but not for long: sending a
+# burst of it keeps the caller from hearing the answers, while all engines of a publication come this far at the same time.
+LAST_CALLS = frozenset({Verb.VERIFY, Verb.NAME, Verb.RESUME})
+LAST_CALLS_SECONDS = 0.03
+LAST_CALLS_PAUSE_SECONDS = 0.5  # not again before
 MOST_RESUMES = 5  # tries to let an engine generate again
 UNTOUCHED = frozenset({UpdateState.CLEARING, UpdateState.PAUSING, UpdateState.FLUSHING})  # the old weights are whole
 
@@ -416,6 +421,12 @@ def _call(world: World, update: EngineUpdate, verb: Verb) -> None:
     _arm(world, update, world.config.publish.call_seconds)
 
 
+def last_calls_out(world: World) -> bool:
+    """Whether engines are about to work again that a burst of work for others would keep waiting."""
+    recent = world.now < world.last_calls_since + LAST_CALLS_SECONDS
+    return recent and any(verb in LAST_CALLS for verb in world.controls.values())
+
+
 def call(
     world: World,
     engine: Engine,
@@ -432,6 +443,8 @@ def call(
     control_id = world.next_control()
     engine.control_id = control_id
     world.controls[control_id] = verb
+    if verb in LAST_CALLS and world.now >= world.last_calls_since + LAST_CALLS_PAUSE_SECONDS:
+        world.last_calls_since = world.now
     world.emit(Control(control_id, engine.engine_id, verb, mode, path, label, tags))
 
 

@@ -12,6 +12,7 @@ What this module does not know: what events mean.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
@@ -74,6 +75,8 @@ class World:
         self.returned: list[Engine] = []  # that have it back, since the event that is being handled began
         self.controls: dict[int, Verb] = {}  # control calls that are out
         self.control_ids = 0
+        self.place_at = -math.inf  # of the newest PLACE timer
+        self.last_calls_since = -math.inf  # when engines began to be let go after an update: see `updating`
         self.leaving: dict[str, Engine] = {}  # removed and not forgotten yet: attempts still run there
         self.dirty = False  # something changed that scheduling could use
         self.shutting_down = False

@@ -212,3 +212,29 @@ def test_rollouts_wait_in_their_queue_and_none_is_lost() -> None:
     assert len(bench.ended) == 8 + 16
     assert all(bench.whole(name) for name in bench.ended)
     bench.quiet()
+
+
+def test_a_burst_of_work_waits_for_engines_that_are_about_to_work_again() -> None:
+    bench = Bench(*engines(2, slots=8))
+    bench.publish(1)
+    for name in ("e0", "e1"):
+        bench.answer_through(Verb.LOAD, name)
+    bench.answer_through(Verb.RESUME, "e0")
+    bench.submit(*specs("r", 6))
+    assert not bench.tick(), "e1 is being verified"
+    bench.answer_through(Verb.RESUME, "e1")
+    assert {one.engine_id for one in bench.tick()} == {"e0", "e1"}
+
+
+def test_it_does_not_wait_long_for_them() -> None:
+    bench = Bench(*engines(2, slots=8))
+    bench.publish(1)
+    for name in ("e0", "e1"):
+        bench.answer_through(Verb.LOAD, name)
+    bench.answer_through(Verb.RESUME, "e0")
+    bench.submit(*specs("r", 2))
+    assert not bench.tick() and bench.core.next_due() <= bench.now + 0.03
+    assert {one.engine_id for one in bench.tick(0.031)} == {"e0"}
+    bench.answer_through(Verb.VERIFY, "e1")
+    bench.submit(*specs("s", 2))
+    assert bench.tick(), "not once more within the next moment"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rolloutd.scheduler import budgeting, gates
+from rolloutd.scheduler import budgeting, gates, updating
 from rolloutd.scheduler.actions import Dispatch
 from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.events import Event, Tick
@@ -89,7 +89,9 @@ class Floors:
         what = f"{world.now}: {run.run_id} {entry.rollout_class.name} is owed {owed}"
         self.counts["floors looked at"] += 1
         at_rest = (
-            not world.dirty and ledger.gate(entry.rollout_class, entry.task_type, world.run_slots(run)) is Gate.OPEN
+            not world.dirty
+            and not updating.last_calls_out(world)
+            and ledger.gate(entry.rollout_class, entry.task_type, world.run_slots(run)) is Gate.OPEN
         )
         above = self._above_floors(run, dispatched)
         for engine in world.engines.values():
