@@ -47,7 +47,11 @@ def publish(world: World, run: Run, update: PolicyUpdate) -> Refusal | None:
     under_way = ([] if active is None else [active.update]) + list(lineage.queue)
     for one in under_way:
         if one.version == update.version:  # on its way: the caller watches it
-            return None if one.path == update.path else _other_weights(run, one)
+            return None if one.path == update.path else _other_weights(run, one, "is being published")
+    last = lineage.last
+    if last is not None and last.version == update.version and last.path and update.path not in ("", last.path):
+        if _holders(world, lineage, update.version):  # else no token was ever written by the other weights
+            return _other_weights(run, last, "was published")
     if active is None:
         _begin(world, run, lineage, update)
     else:
@@ -240,13 +244,27 @@ def _check(world: World, run: Run, lineage: Lineage, update: PolicyUpdate) -> Re
     return None
 
 
-def _other_weights(run: Run, under_way: PolicyUpdate) -> Refusal:
-    source = f"from {under_way.path!r}" if under_way.path else "with weights that the trainer pushes"
+def _holders(world: World, lineage: Lineage, version: int) -> tuple[str, ...]:
+    """Engines that acknowledged this version and may be relied on, by id."""
+    return tuple(
+        sorted(
+            one.engine_id
+            for one in world.engines.values()
+            if (one.owner, one.facts.pool) == lineage.owner
+            and one.version == version
+            and not one.quarantine
+            and not one.removed
+        )
+    )
+
+
+def _other_weights(run: Run, before: PolicyUpdate, done: str) -> Refusal:
+    source = f"from {before.path!r}" if before.path else "with weights that the trainer pushes"
     return Refusal(
         Code.ALREADY_EXISTS,
         "OTHER_WEIGHTS",
-        f"version {under_way.version} of run {run.run_id!r} in pool {under_way.pool!r} is being published {source} already; "
-        "wait for its end, or give these weights a higher version",
+        f"version {before.version} of run {run.run_id!r} in pool {before.pool!r} {done} {source} already; one version has one "
+        "set of weights: give these a higher one",
     )
 
 
@@ -369,17 +387,7 @@ def _go_on(world: World, publication: Publication) -> None:
     failed = tuple(one.engine.engine_id for one in updates if one.state is UpdateState.FAILED)
     run = publication.run
     version = publication.update.version
-    updated = tuple(
-        sorted(
-            one.engine_id
-            for one in world.engines.values()
-            if one.owner == run.run_id
-            and one.facts.pool == lineage.pool
-            and one.version == version
-            and not one.quarantine
-            and not one.removed
-        )
-    )
+    updated = _holders(world, lineage, version)
     lineage.active = None
     world.emit(PublishEnded(run.run_id, lineage.pool, version, updated, failed))
     world.record(

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from rolloutd.scheduler.actions import Control, EndStream, NoticeKind, PublishEnded, PublishProgress, Refuse
+from rolloutd.scheduler.actions import NoticeKind, PublishEnded, PublishProgress
 from rolloutd.scheduler.engine import REMEMBERED_LABELS
-from rolloutd.scheduler.events import EndRun, ReportStep, WeightsPushed
 from rolloutd.scheduler.events import PublishPolicy as Publish
-from rolloutd.scheduler.spec import PolicyUpdate, StepReport
+from rolloutd.scheduler.events import WeightsPushed
+from rolloutd.scheduler.spec import PolicyUpdate
 from rolloutd.scheduler.states import (
     CacheHandling,
     Code,
     FaultKind,
     PauseMode,
-    TrainerState,
     UpdateMode,
     UpdateState,
     Verb,
@@ -242,7 +241,7 @@ def test_a_cache_that_cannot_be_flushed_leaves_the_old_weights_running_in_quaran
 def test_weights_that_cannot_be_read_leave_the_old_ones_and_a_retry_works() -> None:
     bench = Bench(*engines(2))
     bench.run(*specs("r", 2))
-    bench.publish(1, path="/nowhere")
+    bench.publish(1)
     bench.answer_through(Verb.FLUSH, "e0")
     bench.call_fails("e0", FaultKind.REFUSED, "no such checkpoint")
     assert bench.out("e0") is Verb.RESUME
@@ -251,7 +250,7 @@ def test_weights_that_cannot_be_read_leave_the_old_ones_and_a_retry_works() -> N
         bench.answer("e1")
     assert ends(bench)[-1] == PublishEnded(RUN, "policy", 1, ("e1",), ("e0",))
     assert not bench.aborted
-    bench.publish(1, path="/weights/1")
+    bench.publish(1)
     assert set(bench.controls) == {"e0"}, "only who does not hold it"
     bench.finish_updates()
     assert ends(bench)[-1] == PublishEnded(RUN, "policy", 1, ("e0", "e1"), ())
@@ -427,74 +426,3 @@ def test_an_engine_serves_one_runs_versions() -> None:
     assert not bench.tick()
     error = bench.refused(Publish("second", PolicyUpdate(1, "/w")))
     assert error.reason == "ENGINES_OWNED"
-
-
-def test_the_same_version_from_other_weights_is_not_watched_for_them() -> None:
-    bench = Bench(engine())
-    bench.publish(1, path="")
-    assert bench.refused(Publish(RUN, PolicyUpdate(1, "/weights/1"))).reason == "OTHER_WEIGHTS"
-    bench.publish(2)
-    error = bench.refused(Publish(RUN, PolicyUpdate(2, "/elsewhere/2")))
-    assert error.code is Code.ALREADY_EXISTS and "'/weights/2'" in error.message
-    bench.publish(2)  # the same again watches
-    bench.publish(1, path="")
-    assert bench.out() is Verb.PAUSE
-
-
-def test_a_confirmation_before_any_engine_waits_is_refused() -> None:
-    bench = Bench(*engines(2))
-    bench.publish(1, path="")
-    assert bench.refused(WeightsPushed(RUN, "policy", 1)).reason == "NOT_PUSHING"
-    bench.answer_through(Verb.BEGIN, "e0")
-    bench.do(WeightsPushed(RUN, "policy", 1))
-    assert bench.out("e0") is Verb.END and bench.out("e1") is Verb.PAUSE
-
-
-@pytest.mark.parametrize("reached", [None, Verb.PAUSE, Verb.FLUSH, Verb.BEGIN])
-@pytest.mark.parametrize("end", ["epoch", "run"])
-def test_a_push_whose_trainer_is_gone_lets_the_engine_go_on(reached: Verb | None, end: str) -> None:
-    bench = Bench(engine())
-    bench.publish(1, path="")
-    bench.publish(2, path="")
-    bench.publish(3)
-    if reached is not None:
-        bench.answer_through(reached)
-    if end == "epoch":
-        bench.do(ReportStep(RUN, StepReport(0, TrainerState.TRAINING), epoch=7))
-    else:
-        bench.do(EndRun(RUN))
-    if reached is not Verb.BEGIN:
-        bench.answer_through(Verb.BEGIN if reached is Verb.FLUSH else bench.out())  # type: ignore[arg-type]
-    bench.finish_updates()
-    told = {one.version: (one.updated, one.failed) for one in ends(bench)}
-    assert told[1] == told[2] == ((), ("e0",))
-    assert told[3] == ((("e0",), ()) if end == "epoch" else ((), ("e0",)))
-    last = [one for one in bench.said if isinstance(one, PublishProgress) and one.version == 2][-1]
-    assert last.state is UpdateState.FAILED and ("epoch 7" if end == "epoch" else "has ended") in last.message
-    made = [one.verb for one in bench.said if isinstance(one, Control)]
-    assert made.count(Verb.PAUSE) == made.count(Verb.RESUME) > 0 and Verb.END not in made
-
-
-def test_what_a_higher_epoch_ends_is_said_although_its_event_is_refused() -> None:
-    bench = Bench(engine())
-    bench.publish(1, path="")
-    bench.answer_through(Verb.BEGIN)
-    refused, *others = bench.do(Publish(RUN, PolicyUpdate(0, "/weights/0"), epoch=3))
-    assert isinstance(refused, Refuse) and refused.error.code is Code.INVALID_ARGUMENT
-    assert [one.error.reason for one in others if isinstance(one, EndStream) and one.error is not None] == ["FENCED"]
-    assert bench.out() is Verb.RESUME
-
-
-def test_the_end_names_all_that_hold_the_version() -> None:
-    bench = Bench(*engines(2))
-    bench.publish(1)
-    bench.answer_through(Verb.FLUSH, "e1")
-    bench.call_fails("e1", FaultKind.REFUSED)
-    bench.finish_updates()
-    bench.published(1)
-    bench.published(1)
-    assert [(one.updated, one.failed) for one in ends(bench)] == [
-        (("e0",), ("e1",)),
-        (("e0", "e1"), ()),
-        (("e0", "e1"), ()),
-    ]
