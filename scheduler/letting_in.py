@@ -17,7 +17,7 @@ from rolloutd.scheduler.world import World
 def configure(world: World, run: Run, settings: RunSettings) -> list[Entry]:
     """Put a run's bound in force; returns entries that have to be ordered again."""
     window = run.window
-    waiting = list(window.waiting) if window is not None else []
+    waiting = window.leave_all() if window is not None else []
     if settings.max_staleness is None or not settings.batch_samples:
         run.window = None
     else:
@@ -26,7 +26,6 @@ def configure(world: World, run: Run, settings: RunSettings) -> list[Entry]:
             run.window = Window(capacity)
         else:
             window.capacity = capacity
-            window.waiting.clear()
     return waiting
 
 
@@ -72,6 +71,13 @@ def restarted(world: World, run: Run) -> None:
     let_in(world, run)
 
 
+def settle(world: World) -> None:
+    """Those left that stood before others."""
+    stirred, world.stirred = world.stirred, {}
+    for run in stirred:
+        let_in(world, run)
+
+
 def let_in(world: World, run: Run) -> None:
     """Room came free: those that wait go on, first those that go first."""
     window = run.window
@@ -82,5 +88,5 @@ def let_in(world: World, run: Run) -> None:
         key, samples = key_of(entry.members[0])
         if not window.admit(key, samples):
             return
-        del window.waiting[entry]
-        queueing.wake(world, entry)
+        for one in window.leave_together(key):
+            queueing.wake(world, one)

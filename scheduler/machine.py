@@ -23,6 +23,7 @@ from rolloutd.scheduler import (
     fleet,
     intake,
     kv_reports,
+    letting_in,
     lifecycle,
     placement,
     publishing,
@@ -111,6 +112,8 @@ class Scheduler:
             case Tick():
                 clock.fire_due(world)
                 fleet.forget_removed(world)
+                if world.stirred:
+                    letting_in.settle(world)
                 if world.dirty:
                     placement.schedule(world)
                 clock.end_drained_streams(world)

@@ -100,8 +100,9 @@ def take(world: World, rollout: Rollout) -> Entry:
         entry.hold_timer = None
         if entry.particular:
             run.lineage(entry.pool).held.pop(entry, None)
-        if run.window is not None:
-            run.window.waiting.pop(entry, None)
+        if run.window is not None and run.window.leave(entry):
+            world.stirred[run] = None
+            world.dirty = True
         release_reservations(world, entry)
     return entry
 
@@ -198,13 +199,16 @@ def hold_for_staleness(world: World, entry: Entry) -> bool:
     window = entry.run.window
     if window is None or not entry.members or not staleness.bound(entry.members[0]):
         return False
-    if window.admit(*staleness.key_of(entry.members[0])):
-        window.waiting.pop(entry, None)
+    key, samples = staleness.key_of(entry.members[0])
+    if not window.passes(entry, key) and window.admit(key, samples):
+        for one in window.leave_together(key):
+            if one is not entry:
+                wake(world, one)
         return False
     if entry.held_gate is not Gate.STALENESS:
         hold(world, entry, Gate.STALENESS, math.inf)
     if entry not in window.waiting:
-        window.wait(entry)
+        window.wait(entry, key)
     return True
 
 

@@ -9,7 +9,8 @@ is right as well for a trainer that starts again at a high version.
 Invariants
 - A group is let in as a whole: no set of half-finished groups can keep each other from ending.
 - A group that alone exceeds the capacity is let in when nothing else is on its way.
-- Those that wait go by class, then by arrival.
+- Those that wait go by class, then by arrival, and nobody passes them: a large group would wait for ever behind small ones.
+- Whoever belongs to a group that was let in does not wait.
 
 What this module does not know: engines and scores.
 """
@@ -27,14 +28,15 @@ if TYPE_CHECKING:
 
 
 class Window:
-    __slots__ = ("capacity", "left", "open_to", "outstanding", "waiting", "_heap")
+    __slots__ = ("capacity", "left", "open_to", "outstanding", "waiting", "_heap", "_together")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.left: dict[str, int] = {}  # group or single rollout -> samples of it that are not consumed
         self.open_to: dict[str, int] = {}  # group -> samples that were reserved for it
         self.outstanding = 0
-        self.waiting: dict[Entry, None] = {}
+        self.waiting: dict[Entry, str] = {}  # -> its group or single rollout
+        self._together: dict[str, dict[Entry, None]] = {}  # group or single rollout -> who waits of it
         self._heap: list[tuple[int, int, int, Entry]] = []  # (class, arrival, sequence, entry), some of them gone
 
     def admit(self, key: str, samples: int) -> bool:
@@ -69,9 +71,42 @@ class Window:
         self.outstanding -= left or 0
         return bool(left)
 
-    def wait(self, entry: Entry) -> None:
-        self.waiting[entry] = None
+    def wait(self, entry: Entry, key: str) -> None:
+        self.waiting[entry] = key
+        self._together.setdefault(key, {})[entry] = None
         heapq.heappush(self._heap, (entry.rollout_class, entry.arrival, entry.sequence, entry))
+
+    def leave(self, entry: Entry) -> bool:
+        """It does not wait any more; true if it did, and others may go first now."""
+        key = self.waiting.pop(entry, None)
+        if key is None:
+            return False
+        together = self._together[key]
+        del together[entry]
+        if not together:
+            del self._together[key]
+        return True
+
+    def leave_together(self, key: str) -> list[Entry]:
+        """Who waited of a group that was let in; they do not any more."""
+        waited = list(self._together.pop(key, ()))
+        for entry in waited:
+            del self.waiting[entry]
+        return waited
+
+    def leave_all(self) -> list[Entry]:
+        """Who waited; nobody does any more."""
+        waited = list(self.waiting)
+        self.waiting.clear()
+        self._together.clear()
+        return waited
+
+    def passes(self, entry: Entry, key: str) -> bool:
+        """Whether an entry would be let in before somebody who waits and goes first."""
+        first = self.next()
+        if first is None or first is entry or key in self.left:
+            return False
+        return (first.rollout_class, first.arrival) < (entry.rollout_class, entry.arrival)
 
     def next(self) -> Entry | None:
         """Who waits and goes first."""

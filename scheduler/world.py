@@ -75,6 +75,7 @@ class World:
         self.returned: list[Engine] = []  # that have it back, since the event that is being handled began
         self.controls: dict[int, Verb] = {}  # control calls that are out
         self.control_ids = 0
+        self.stirred: dict[Run, None] = {}  # where somebody else may be let in now: see `letting_in`
         self.place_at = -math.inf  # of the newest PLACE timer
         self.last_calls_since = -math.inf  # when engines began to be let go after an update: see `updating`
         self.leaving: dict[str, Engine] = {}  # removed and not forgotten yet: attempts still run there

@@ -166,3 +166,36 @@ def test_a_floor_is_not_kept_for_work_that_is_not_let_in() -> None:
     bench.budget(max_rollouts=1, classes={CRITICAL: Quota(floor_rollouts=1)})
     bench.submit(spec("first", rollout_class=BACKGROUND), spec("group", samples=2, rollout_class=CRITICAL))
     assert started(bench) == ["first"]
+
+
+def test_all_of_a_group_go_once_it_is_let_in_whoever_waits_before_them() -> None:
+    bench = bounded(batch_samples=2, max_staleness=0)
+    bench.submit(spec("first"), spec("g1", group_id="g", group_size=2), spec("lone"), spec("g2", group_id="g"))
+    assert started(bench) == ["first"]
+    finish(bench, "first")
+    bench.acknowledge("first")
+    assert started(bench) == ["g1", "g2"], "they would keep the one before the last from its room for ever"
+    finish(bench, "g1", "g2")
+    bench.acknowledge("g1", "g2")
+    assert started(bench) == ["lone"]
+
+
+def test_small_ones_do_not_pass_a_large_group_for_ever() -> None:
+    bench = bounded(batch_samples=4, max_staleness=0)
+    bench.submit(spec("a"), spec("b"))
+    assert started(bench) == ["a", "b"]
+    bench.submit(spec("large", samples=4), spec("c"), spec("d"))
+    assert not started(bench)
+    finish(bench, "a", "b")
+    bench.acknowledge("a", "b")
+    assert len(started(bench)) == 4
+
+
+def test_when_a_group_that_waits_is_cancelled_those_behind_it_go() -> None:
+    bench = bounded(batch_samples=4, max_staleness=0)
+    bench.submit(spec("a"))
+    assert started(bench) == ["a"]
+    bench.submit(spec("large", samples=4), spec("c"))
+    assert not started(bench)
+    bench.cancel("large")
+    assert started(bench) == ["c"]
