@@ -209,10 +209,8 @@ class Auditor:
         replayed = result.task_type is TaskType.REPLAY
         for span in result.spans:
             assert span.start == position and (span.end > span.start or replayed), f"{what}: spans {result.spans}"
-            label = str(span.policy_version) if span.policy_version else "default"
-            assert span.engine_version == label, (
-                f"{what}: version {span.policy_version} is called {span.engine_version}"
-            )
+            named = not span.policy_version or span.engine_version == str(span.policy_version)
+            assert named, f"{what}: version {span.policy_version} is called {span.engine_version}"
             position = span.end
         assert position == len(got), f"{what}: spans end at {position} of {len(got)}"
         written = Writing(self.model, rollout)
