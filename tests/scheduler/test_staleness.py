@@ -50,6 +50,37 @@ def test_groups_are_let_in_as_a_whole() -> None:
     assert {name.split("/")[0] for name in started(bench)} == {"g2"}
 
 
+def test_a_group_that_is_let_in_does_not_wait_behind_others() -> None:
+    bench = bounded(batch_samples=4, max_staleness=0)
+    bench.submit(spec("first"))
+    names = started(bench)
+    bench.submit(*(spec(f"g{index}", group_id="g", group_size=6) for index in range(2)), spec("between"))
+    bench.submit(*(spec(f"g{index}", group_id="g", group_size=6) for index in range(2, 6)))
+    assert not started(bench), "more than fits beside the first"
+    finish(bench, *names)
+    bench.acknowledge(*names)
+    members = started(bench)
+    assert sorted(members) == [f"g{index}" for index in range(6)], "the whole group, with six prompts"
+    finish(bench, *members)
+    bench.acknowledge(*members)
+    assert started(bench) == ["between"]
+
+
+def test_what_comes_later_and_fits_does_not_go_before_a_group_that_waits_for_room() -> None:
+    bench = bounded(batch_samples=4, max_staleness=0)
+    bench.submit(spec("r0"))
+    names = started(bench)
+    bench.submit(spec("big", samples=4))
+    for index in range(1, 8):  # a stream of single samples would keep it out for ever
+        bench.submit(spec(f"r{index}"))
+        finish(bench, *names)
+        bench.acknowledge(*names)
+        names = started(bench)
+        if "big/0" in names:
+            break
+    assert sorted(names) == [f"big/{index}" for index in range(4)]
+
+
 def test_a_group_larger_than_the_bound_goes_alone() -> None:
     bench = bounded(batch_samples=1, max_staleness=0)
     bench.submit(spec("big", samples=6), spec("small"))
