@@ -156,6 +156,11 @@ class Engine:
             return update.publication.update.version
         return self.labels.get(label)
 
+    @property
+    def keeps_version(self) -> bool:
+        """Whether it serves the version that it holds, and goes on to for now."""
+        return not self.quarantine and (self.update is None or self.update.waiting)
+
     def change_owner(self, run_id: str) -> None:
         """It serves another run's versions from now on: what it holds is to that run what it came with."""
         self.owner = run_id

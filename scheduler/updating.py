@@ -334,8 +334,7 @@ def _fail(world: World, update: EngineUpdate, message: str, untouched: bool = Fa
         _resume(world, update)
         return
     for attempt in list(engine.attempts.values()):
-        if attempt.rollout.state is not RolloutState.ABORTING:
-            _interrupt(world, update, attempt)
+        _interrupt(world, update, attempt)
     _arm(world, update, world.config.publish.clear_seconds)
     _enter(world, update, UpdateState.CLEARING)
     world.clearing[engine.engine_id] = update

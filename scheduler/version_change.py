@@ -28,7 +28,7 @@ def note(world: World, run: Run, lineage: Lineage) -> None:
     ]
     ttl_versions = prefix_ttl_versions(world, run)
     lineage.note_engines(engines, ttl_versions)
-    serving = [one.version for one in engines if not one.quarantine and (one.update is None or one.update.waiting)]
+    serving = [one.version for one in engines if one.keeps_version]
     world.index.advance_version(lineage.owner, min(serving, default=lineage.version), ttl_versions)
     held: dict[int, bool] = {}  # older exact version -> whether an engine still holds it
     for rollout in list(run.bound.values()):

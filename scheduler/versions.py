@@ -101,9 +101,7 @@ def held_somewhere(world: World, lineage: Lineage, version: int) -> bool:
     if run is None:
         return False
     engines = world.pool_engines(run, lineage.pool, {})
-    return any(
-        one.version == version and not one.quarantine and (one.update is None or one.update.waiting) for one in engines
-    )
+    return any(one.version == version and one.keeps_version for one in engines)
 
 
 # placing ---------------------------------------------------------------------------------------------------------------
@@ -157,15 +155,14 @@ def must_restart(world: World, rollout: Rollout) -> bool:
         return False
     wanted = rollout.requirement
     lineage = rollout.run.lineage(rollout.spec.pool)
-    if wanted.max_staleness is not None and lineage.version - oldest > wanted.max_staleness:
+    if too_old(lineage, rollout):
         return True
     if oldest == lineage.version or (wanted.max_partial_span is None and wanted.exact_version is None):
         return False
     if may_continue_on(rollout, lineage.version):
         return False
     engines = world.pool_engines(rollout.run, rollout.spec.pool, rollout.spec.engine_labels)
-    staying = [one for one in engines if not one.quarantine and (one.update is None or one.update.waiting)]
-    return not any(may_continue_on(rollout, one.version) for one in staying)
+    return not any(may_continue_on(rollout, one.version) for one in engines if one.keeps_version)
 
 
 # what came back --------------------------------------------------------------------------------------------------------
