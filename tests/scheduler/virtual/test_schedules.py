@@ -1,5 +1,5 @@
-"""10,000 random schedules in virtual time: budgets and floors hold, nothing starves, nothing is lost, and every token is of the
-policy version that it names, through publications, crashes and calls that go wrong.
+"""10,000 random schedules in virtual time (in plain Python the first 1,000): budgets and floors hold, nothing starves, nothing is
+lost, and every token is of the policy version that it names, through publications, crashes and calls that go wrong.
 
 What is asserted stands in `auditor`, `ceilings`, `floors`, `publications` and `windows`; what happens, in `random_world`. All of
 it is looked at with every event but the full `check()` of core, index and engines: with every 32nd, and always at the end. A
@@ -16,7 +16,7 @@ from rolloutd.bench.virtual_faults import Misdeed
 from rolloutd.server.core_build import core_is_compiled
 from tests.scheduler.virtual.random_world import RandomWorld
 
-SCHEDULES = 500 if core_is_compiled() else 10_000  # both cores decide alike: tests/test_compiled.py
+SCHEDULES = 10_000 if core_is_compiled() else 1_000  # both cores decide alike: tests/test_compiled.py
 CHUNK = 250
 ENOUGH = 1_000  # to meet everything in `WANTED`
 CHECK_EVERY = 32
