@@ -107,7 +107,7 @@ async def measure(cell: Cell, plan: Plan, note: Note | None = None) -> tuple[lis
     machines = plan.pool.machines
     lines: list[Figures] = []
     problems: dict[str, str] = {}
-    async with running(cell.arm, fleet_of(machines, cell.scale)) as up:
+    async with running(cell.arm, fleet_of(machines, cell.scale), cell.seed) as up:
         meter = CpuMeter(dict(up.names) | {os.getpid(): "this trainer"})
         watches = [asyncio.create_task(meter.watch()), asyncio.create_task(up.children.until_one_ends())]
         try:
