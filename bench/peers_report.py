@@ -141,7 +141,7 @@ def verdicts(lines: Sequence[Figures]) -> list[str]:
             spread = "" if len(ratios) == 1 else f", {min(ratios):.3f} to {max(ratios):.3f}"
             parts.append(f"{heading} {word} ({mean:.3f} x{spread})")
         if parts:
-            name = f"{workload}, {'warm' if epoch else 'cold'}, against {package}'s best ({ARMS[arm].policy})"
+            name = f"{workload}, {'warm' if epoch else 'cold'}, against {package}'s best ({arm.partition(':')[2]})"
             sentences.append(f"{name}: {'; '.join(parts)}")
     return sentences
 
