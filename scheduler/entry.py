@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from rolloutd.scheduler.timers import Timer
 
 
-# A rollout of at most this many output tokens holds a slot for a few seconds only (5 s at 20 ms a token), so it may take an
-# engine's last slots; longer ones leave them to the first short rollout that comes.
-BRIEF_TOKENS = 256
 CHARACTERS_PER_TOKEN = 3  # a cautious guess for text the engine will tokenise; only for booking
 
 
@@ -52,7 +49,6 @@ class Entry:
         "arrival",
         "backlog",
         "blocked_since",
-        "brief",
         "continuation",
         "deadline_at",
         "evaluation",
@@ -119,7 +115,6 @@ class Entry:
         self.stratum = stratum
         self.labels = labels
         self.members: deque[Rollout] = deque()
-        self.brief = False  # gives its slot back so soon that it may have an engine's last ones; set before it joins
         self.evaluation = False  # its data are for evaluation; set before it joins a backlog
         self.continuation = False  # a later turn or a resumed rollout: its context is resident somewhere
         self.queued_at = now

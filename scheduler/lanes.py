@@ -135,7 +135,6 @@ class Backlog:
         "_top_tasks",
         "_touched",
         "_turn",
-        "brief",
         "count",
         "evaluations",
         "fruitless_at",
@@ -159,7 +158,6 @@ class Backlog:
         self.count = 0
         self.ready = 0
         self.held = 0
-        self.brief = 0  # entries that hold a slot only for a moment
         # When a look behind the first entries of its lanes last found nothing (kept by `choosing`).
         self.fruitless_at = -math.inf
         self.evaluations = 0  # entries whose data are for evaluation
@@ -174,7 +172,6 @@ class Backlog:
         self.count += 1
         self.tasks[entry.task_type] += 1
         self.evaluations += entry.evaluation
-        self.brief += entry.brief
         self._arrivals.append(entry)
 
     def order(self, entry: Entry, sequence: int, tie: int, bonuses: Iterable[tuple[str, float]]) -> None:
@@ -215,7 +212,6 @@ class Backlog:
         self.count -= 1
         self.tasks[entry.task_type] -= 1
         self.evaluations -= entry.evaluation
-        self.brief -= entry.brief
 
     def forget_engine(self, engine: str) -> None:
         self._affine.pop(engine, None)

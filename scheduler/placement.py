@@ -44,6 +44,7 @@ def schedule(world: World) -> None:
     pools = [pool for pool, waiting in world.waiting.items() if waiting and pool in world.rooms]
     for pool in pools if len(pools) < 2 else sorted(pools):
         room = world.rooms[pool]
+        _keep_back(world, room)
         may_help = preemption.may_help(world, pool) if not room.long else False
         if room.free or may_help:
             for run in world.runs.values():
@@ -54,6 +55,13 @@ def schedule(world: World) -> None:
             world.gates[_full_gate(world, room)] += 1
     if made:
         world.batches = batch_id
+
+
+def _keep_back(world: World, room: Room) -> None:
+    """Slots for short work are kept back while some was seen lately; else long work may have them all."""
+    settings = world.config.queue
+    lately = world.now - room.short_seen_at <= settings.reserve_memory_seconds
+    room.keep_back(settings.reserved_short_slots if lately else 0)
 
 
 def _look_again(world: World, at: float) -> None:
@@ -68,9 +76,8 @@ def _fill(world: World, pool: str, room: Room, batch_id: int, limit: int) -> int
     per_run: dict[str, int] = {}
     made = 0
     kept = False
-    brief_room = gates.reserved_short(world) < room.reserved_short  # no short slots are kept back now
     while room.free:
-        turn = turns.next_turn(world, pool, blocked, bool(room.long), brief_room)
+        turn = turns.next_turn(world, pool, blocked, bool(room.long))
         if turn is None:
             if made and kept:
                 # What was dispatched may have ended a reason to keep room that stopped others before.
@@ -172,21 +179,12 @@ def _startable_tasks(world: World, turn: turns.Turn) -> tuple[frozenset[TaskType
 
 def _roomy_engines(world: World, turn: turns.Turn, room: Room) -> tuple[list[Engine], Gate]:
     """Open engines with a slot for this turn's kind of work, and why there is none."""
-    keep_short = gates.reserved_short(world)
-    if not turn.short and not turn.backlog.brief:
-        keep_short = room.reserved_short
-    if turn.short:
-        having = room.free
-    elif keep_short == room.reserved_short:
-        having = room.long
-    else:
-        having = {engine: None for engine in room.free if engine.free_slots(False, keep_short) > 0}
-    roomy = [engine for engine in having if _usable(world, engine, turn)]
+    roomy = [engine for engine in (room.free if turn.short else room.long) if _usable(world, engine, turn)]
     if not roomy:
         return [], _no_room(world, turn, room)
     waits_for_critical = turn.run.led and not turn.short and turn.rollout_class is not RolloutClass.CRITICAL
     if waits_for_critical and not turns.owed(turn.run, turn):
-        free = sum(engine.free_slots(False, keep_short) for engine in roomy)
+        free = sum(engine.free_slots(False, room.reserved_short) for engine in roomy)
         if free <= gates.led_members(world, turn.run, turn.pool):
             return [], Gate.HELD_FOR_LEADER
     return roomy, Gate.ENGINE_SLOTS

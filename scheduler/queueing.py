@@ -13,7 +13,7 @@ import math
 from functools import partial
 
 from rolloutd.scheduler import computing, staleness, turns, versions
-from rolloutd.scheduler.entry import BRIEF_TOKENS, Entry, EntryKey
+from rolloutd.scheduler.entry import Entry, EntryKey
 from rolloutd.scheduler.lanes import MAX_AFFINE_ENGINES, Backlog
 from rolloutd.scheduler.lineage import Lineage
 from rolloutd.scheduler.rollout import Rollout
@@ -51,7 +51,6 @@ def put(world: World, rollout: Rollout) -> None:
         entry.continuation = continued or spec.turn > 0
         entry.deadline_at = rollout.deadline_at
         entry.arrival = world.next_sequence()
-        entry.brief = rollout.remaining_tokens <= BRIEF_TOKENS
         entry.evaluation = spec.origin is Origin.EVALUATION
         entry.particular = continued or rollout.requirement is not ANYTHING
         run.entries[key] = entry
@@ -69,7 +68,7 @@ def put(world: World, rollout: Rollout) -> None:
     run.ledger.enqueue(rollout.rollout_class, spec.task_type, 1)
     run.queued_bytes[rollout.rollout_class] += entry.size_bytes
     if entry.short:
-        run.short_seen_at = world.now
+        world.room(spec.pool).short_seen_at = world.now
     if entry.rollout_class is RolloutClass.CRITICAL:
         world.fruitless_at.pop(entry.pool, None)
     world.dirty = True

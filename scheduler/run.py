@@ -77,7 +77,6 @@ class Run:
         "run_id",
         "sampled",
         "settings",
-        "short_seen_at",
         "slots",
         "slots_mark",
         "stale_results",
@@ -129,7 +128,6 @@ class Run:
         self.virtual_tokens: dict[str, float] = {}
         self.dispatches = 0
         self.kind_streak = 0  # > 0: short dispatches in a row, < 0: long ones
-        self.short_seen_at: float | None = None
         self.slots = 0  # of the engines that may serve it, as of `slots_mark` (`World.run_slots`)
         self.slots_mark = -1
         self.no_capacity_since: float | None = None

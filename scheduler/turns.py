@@ -39,12 +39,10 @@ def next_turn(
     pool: str,
     blocked: set[tuple[str, RolloutClass, bool]],
     long_room: bool = True,
-    brief_room: bool = True,
 ) -> Turn | None:
     """The turn that goes next in this pool, leaving out what the caller found blocked; None when nothing waits.
 
-    long_room: whether any engine has a slot that long work may take; else only short work has a turn, and brief work where
-    there is `brief_room`.
+    long_room: whether any engine has a slot that long work may take; else only short work has a turn.
     """
     waiting = world.waiting.get(pool)
     if not waiting:
@@ -60,7 +58,7 @@ def next_turn(
         turns = [
             Turn(run, pool, rollout_class, short, backlog)
             for (rollout_class, short), backlog in run.ready[pool].items()
-            if (long_room or short or (brief_room and backlog.brief)) and (run_id, rollout_class, short) not in blocked
+            if (long_room or short) and (run_id, rollout_class, short) not in blocked
         ]
         if not turns:
             continue

@@ -220,7 +220,7 @@ class World:
     def room(self, pool: str) -> Room:
         room = self.rooms.get(pool)
         if room is None:
-            room = self.rooms[pool] = Room(self.config.queue.reserved_short_slots)
+            room = self.rooms[pool] = Room()
         return room
 
     def run_slots(self, run: Run) -> int:
