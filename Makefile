@@ -137,6 +137,12 @@ bench-quality: $(STAMP) $(CORE_BUILD) ## how near to the bound rolloutd and cont
 bench-loop: $(STAMP) $(CORE_BUILD) ## trainer idle time and samples per second of Q5, synchronous and one step off-policy, three seeds (20 minutes)
 	$(call BENCH,loop,quality --workloads Q5 Q5-off --seeds 3 --arms rolloutd fifo least-in-flight prefix oracle)
 
+.PHONY: bench-peers
+# Children are started after gRPC was used; else it would write a line about each.
+bench-peers: export GRPC_ENABLE_FORK_SUPPORT := false
+bench-peers: $(STAMP) $(CORE_BUILD) ## rolloutd, sglang-router and smg as processes before the same engines, Q1 to Q4 (30 minutes; QUICK=1: a look; ARGS=...)
+	$(call BENCH,peers,peers $(if $(QUICK),--quick) $(ARGS))
+
 .PHONY: cost-table
 cost-table: $(STAMP) ## write the README's cost table from what the benchmarks last printed here
 	@$(PYTHON) -m rolloutd.bench.cost_table

@@ -33,7 +33,7 @@ READY_SECONDS = 60.0
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 ENGINES = 2
 _CALL_SECONDS = 5.0
-_ROUTER_SETUP = Path(__file__).resolve().parent.parent / "deploy" / "sglang-router" / "setup.sh"
+_ROUTER_SETUP = Path(__file__).resolve().parent.parent / "deploy" / "routers" / "setup.sh"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +85,14 @@ async def get(port: int, path: str) -> bytes:
     return await asyncio.to_thread(call)
 
 
-async def router_command() -> str:
-    """Path of the router's program; its environment is built when it is not there."""
+async def router_command(package: str = "sglang-router") -> str:
+    """Path of a router's program; its environment is built when it is not there. RuntimeError where that fails."""
     process = await asyncio.create_subprocess_exec(
-        str(_ROUTER_SETUP), stdout=asyncio.subprocess.PIPE, env=os.environ | {"PYTHON": sys.executable}
+        str(_ROUTER_SETUP), package, stdout=asyncio.subprocess.PIPE, env=os.environ | {"PYTHON": sys.executable}
     )
     output, _ = await process.communicate()
     if process.returncode:
-        raise RuntimeError(f"{_ROUTER_SETUP.name} ended with status {process.returncode}")
+        raise RuntimeError(f"{_ROUTER_SETUP.name} {package} ended with status {process.returncode}")
     return output.decode().strip()
 
 
