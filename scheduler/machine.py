@@ -27,6 +27,7 @@ from rolloutd.scheduler import (
     lifecycle,
     placement,
     publishing,
+    reconfiguring,
     snapshot,
     trainer,
 )
@@ -55,6 +56,7 @@ from rolloutd.scheduler.events import (
     LoseEngine,
     PauseRun,
     PublishPolicy,
+    Reconfigure,
     RemoveEngine,
     ReportStep,
     ResumeRun,
@@ -65,6 +67,7 @@ from rolloutd.scheduler.events import (
     WeightsPushed,
 )
 from rolloutd.scheduler.refusal import Refusal
+from rolloutd.scheduler.rules import watch
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.states import Code, RolloutClass, RolloutState
 from rolloutd.scheduler.timers import TimerKind
@@ -76,6 +79,7 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, rng: random.Random, now: float) -> None:
         self._world = World(config, rng, now)
         self._world.timers.add(now + clock.HOUSEKEEPING_SECONDS, TimerKind.HOUSEKEEPING, True)
+        watch.arm(self._world)
 
     # events ------------------------------------------------------------------------------------------------------------
 
@@ -131,6 +135,8 @@ class Scheduler:
                 return self._engine_command(event)
             case ControlEnded() | ControlFailed():
                 publishing.answered(world, event)
+            case Reconfigure():
+                return reconfiguring.adopt(world, event.config)
             case BeginShutdown():
                 clock.begin_shutdown(world, event.grace_seconds)
             case ConfigureRun() | AttachConsumer() | SubmitRollouts() | SetBudget() | ReportStep() | PublishPolicy():

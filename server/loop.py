@@ -228,7 +228,7 @@ class RunLoop:
             case actions.Record():
                 write = self._log.warning if action.level == "warning" else self._log.info
                 write(action.event, **action.fields)
-            case actions.Refuse() | actions.PublishProgress() | actions.PublishEnded():
+            case actions.Refuse() | actions.PublishProgress() | actions.PublishEnded() | actions.Decided():
                 pass  # the caller of post() and the observers read them
 
     async def _attempt(self, dispatch: actions.Dispatch, held: _Door | None) -> None:
