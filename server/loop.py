@@ -121,6 +121,10 @@ class RunLoop:
         if not waiter.done():
             self._tick_waiters.remove(waiter)
 
+    def set_interval(self, interval_seconds: float) -> None:
+        """The longest time between what wants a tick and the tick, from the next one on."""
+        self._interval_seconds = interval_seconds
+
     # -- doors and outboxes ------------------------------------------------------------------------------------------
 
     def add_door(self, engine_id: str, door: Engine) -> None:
