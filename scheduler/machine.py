@@ -28,6 +28,7 @@ from rolloutd.scheduler import (
     placement,
     publishing,
     reconfiguring,
+    reordering,
     snapshot,
     trainer,
 )
@@ -68,6 +69,7 @@ from rolloutd.scheduler.events import (
 )
 from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.rules import watch
+from rolloutd.scheduler.rules.rule import problem_of_all
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.states import Code, RolloutClass, RolloutState
 from rolloutd.scheduler.timers import TimerKind
@@ -77,6 +79,10 @@ from rolloutd.scheduler.world import World
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, rng: random.Random, now: float) -> None:
+        """Raises ValueError for a rule that cannot be used."""
+        problem = problem_of_all(config.rules)
+        if problem is not None:
+            raise ValueError(": ".join(problem))
         self._world = World(config, rng, now)
         self._world.timers.add(now + clock.HOUSEKEEPING_SECONDS, TimerKind.HOUSEKEEPING, True)
         watch.arm(self._world)
@@ -118,8 +124,12 @@ class Scheduler:
                 fleet.forget_removed(world)
                 if world.stirred:
                     letting_in.settle(world)
+                if world.reordering:
+                    reordering.go_on(world)
                 if world.dirty:
                     placement.schedule(world)
+                if world.reordering:
+                    world.dirty = True
                 clock.end_drained_streams(world)
             case EngineLoad():
                 fleet.load(world, event)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 
-from rolloutd.scheduler import budgeting, queueing, version_change
+from rolloutd.scheduler import budgeting, reordering, version_change
 from rolloutd.scheduler.config import SchedulerConfig
 from rolloutd.scheduler.refusal import Refusal, invalid
 from rolloutd.scheduler.rules import watch
@@ -52,9 +52,7 @@ def adopt(world: World, config: SchedulerConfig) -> Refusal | None:
         if run.ledger.budget is before.budget.default:
             _follow_default(world, run, config)
         if ordered_otherwise:
-            for entry in list(run.entries.values()):
-                if not entry.held:
-                    queueing.order(world, entry)
+            reordering.begin(world, run)
         if config.policy != before.policy:
             for lineage in run.lineages.values():
                 if lineage.version:

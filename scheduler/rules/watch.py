@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rolloutd.scheduler import queueing
+from rolloutd.scheduler import reordering
 from rolloutd.scheduler.actions import Decided
 from rolloutd.scheduler.considered import NOTHING
 from rolloutd.scheduler.rules.book import RuleChange
@@ -66,9 +66,7 @@ def _put_in_force(world: World, run: Run, before: Knobs, changes: Sequence[RuleC
     knobs = run.rules.knobs
     run.ledger.turn(knobs)
     if not knobs.orders_as(before):
-        for entry in list(run.entries.values()):
-            if not entry.held:
-                queueing.order(world, entry)
+        reordering.begin(world, run)
     world.dirty = True
     for change in changes:
         _tell(world, run, change)

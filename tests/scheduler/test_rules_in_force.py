@@ -9,8 +9,9 @@ import pytest
 
 from rolloutd.scheduler.actions import Abort, Decided
 from rolloutd.scheduler.config import PolicySettings, PreemptSettings, SchedulerConfig, WeightDefaults
-from rolloutd.scheduler.events import ConfigureRun, EndRun, Reconfigure
+from rolloutd.scheduler.events import ConfigureRun, EndRun, Reconfigure, Tick
 from rolloutd.scheduler.queueing import weights_of
+from rolloutd.scheduler.reordering import SLICE_ENTRIES
 from rolloutd.scheduler.rules.rule import Effects, Rule
 from rolloutd.scheduler.spec import Budget, Quota, RunSettings
 from rolloutd.scheduler.states import AbortReason, Gate, OnPreempt, RolloutState, TrainerState
@@ -224,6 +225,23 @@ def test_the_queue_is_ordered_by_the_weights_in_force() -> None:
         period(bench, fill)
         bench.finish("runs")
         assert [one.rollout_id for one in bench.tick()] == [first]
+
+
+def test_a_long_queue_is_put_in_order_a_slice_at_a_time() -> None:
+    calm = rule(effects=Effects(weights={"critical": 0.0}))
+    bench = Bench(engine(slots=1), settings=with_rules(calm, queue={"aging_seconds": 3600.0}))
+    bench.run(spec("runs"))
+    bench.submit(*specs("q", 3 * SLICE_ENTRIES))
+    bench.step(1, buffer_fill=0.1)
+    bench.now += PERIOD_SECONDS
+    left = []
+    while bench.core.wants_tick or not left:
+        bench.do(Tick())
+        left.append(len(bench.core._world.reordering))
+    assert left[:3] == [2 * SLICE_ENTRIES, SLICE_ENTRIES, 0]
+    bench.cancel(*(f"q{number}" for number in range(3 * SLICE_ENTRIES)))
+    period(bench, 0.9)
+    assert not bench.core._world.reordering
 
 
 def test_desired_engines_are_scaled() -> None:
