@@ -16,6 +16,7 @@ from typing import Any
 from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.result import RolloutResult
 from rolloutd.scheduler.states import AbortReason, PauseMode, RolloutState, UpdateState, Verb
+from rolloutd.scheduler.views import Decision
 
 
 @dataclass(init=False, slots=True)
@@ -257,6 +258,23 @@ class Record:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A decision about a run rather than about one of its rollouts."""
+
+    decision: Decision
+
+
 Action = (
-    Dispatch | Abort | Control | PublishProgress | PublishEnded | Deliver | Undelivered | EndStream | Refuse | Record
+    Dispatch
+    | Abort
+    | Control
+    | PublishProgress
+    | PublishEnded
+    | Deliver
+    | Undelivered
+    | EndStream
+    | Refuse
+    | Record
+    | Decided
 )

@@ -177,6 +177,8 @@ def _first_token(world: World, attempt: Attempt, prompt_tokens: int, cached_toke
     engine.predicted_cached_tokens += attempt.predicted_tokens
     engine.cached_tokens += cached_tokens
     engine.prompt_tokens += prompt_tokens
+    rollout.run.prompt_tokens += prompt_tokens
+    rollout.run.cached_tokens += cached_tokens
     if attempt.token_bytes:
         if cached_tokens + engine.facts.page_tokens <= attempt.predicted_tokens:
             _discredit(world, attempt, cached_tokens)

@@ -39,9 +39,10 @@ class Row(NamedTuple):
 
 @dataclass(slots=True)
 class Considered:
-    """facts: the entry's side; its engine side is filled from a row when the terms are asked for."""
+    """facts: the entry's side; its engine side is filled from a row when the terms are asked for. Left out of the words for it, which
+    would name an address: events and actions in words are what runs are compared by."""
 
-    facts: Facts = field(default_factory=Facts)
+    facts: Facts = field(default_factory=Facts, repr=False)
     rows: list[Row] = field(default_factory=list)
 
     def candidates(self) -> tuple[Candidate, ...]:

@@ -27,6 +27,8 @@ from rolloutd.scheduler import (
     lifecycle,
     placement,
     publishing,
+    reconfiguring,
+    reordering,
     snapshot,
     trainer,
 )
@@ -55,6 +57,7 @@ from rolloutd.scheduler.events import (
     LoseEngine,
     PauseRun,
     PublishPolicy,
+    Reconfigure,
     RemoveEngine,
     ReportStep,
     ResumeRun,
@@ -65,6 +68,8 @@ from rolloutd.scheduler.events import (
     WeightsPushed,
 )
 from rolloutd.scheduler.refusal import Refusal
+from rolloutd.scheduler.rules import watch
+from rolloutd.scheduler.rules.rule import problem_of_all
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.states import Code, RolloutClass, RolloutState
 from rolloutd.scheduler.timers import TimerKind
@@ -74,8 +79,13 @@ from rolloutd.scheduler.world import World
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, rng: random.Random, now: float) -> None:
+        """Raises ValueError for a rule that cannot be used."""
+        problem = problem_of_all(config.rules)
+        if problem is not None:
+            raise ValueError(": ".join(problem))
         self._world = World(config, rng, now)
         self._world.timers.add(now + clock.HOUSEKEEPING_SECONDS, TimerKind.HOUSEKEEPING, True)
+        watch.arm(self._world)
 
     # events ------------------------------------------------------------------------------------------------------------
 
@@ -114,8 +124,12 @@ class Scheduler:
                 fleet.forget_removed(world)
                 if world.stirred:
                     letting_in.settle(world)
+                if world.reordering:
+                    reordering.go_on(world)
                 if world.dirty:
                     placement.schedule(world)
+                if world.reordering:
+                    world.dirty = True
                 clock.end_drained_streams(world)
             case EngineLoad():
                 fleet.load(world, event)
@@ -131,6 +145,8 @@ class Scheduler:
                 return self._engine_command(event)
             case ControlEnded() | ControlFailed():
                 publishing.answered(world, event)
+            case Reconfigure():
+                return reconfiguring.adopt(world, event.config)
             case BeginShutdown():
                 clock.begin_shutdown(world, event.grace_seconds)
             case ConfigureRun() | AttachConsumer() | SubmitRollouts() | SetBudget() | ReportStep() | PublishPolicy():

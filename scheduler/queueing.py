@@ -327,21 +327,29 @@ def pool_token_seconds(world: World, run: Run, pool: str) -> float:
 
 
 def weights_of(world: World, run: Run) -> Weights:
-    """Weights in force: the run's own, else the phase's (prefix, diversity), else the configured ones."""
+    """Weights in force: the run's own, else the phase's (prefix, diversity), else the configured ones; as its rules turn them."""
     own = run.settings.weights
     policy = world.config.policy
     default = world.config.weights
     phase = run.phase
+    prefix = own.prefix
+    if prefix is None:
+        prefix = phase.between(policy.cold_start_prefix_weight, policy.stable_prefix_weight)
+    diversity = own.diversity
+    if diversity is None:
+        diversity = phase.between(policy.cold_start_diversity_weight, policy.stable_diversity_weight)
+    critical = default.critical if own.critical is None else own.critical
+    waiting = default.waiting if own.waiting is None else own.waiting
+    cost = default.cost if own.cost is None else own.cost
+    knobs = run.rules.knobs
+    if knobs.neutral:
+        return Weights(prefix, critical, waiting, diversity, cost)
     return Weights(
-        phase.between(policy.cold_start_prefix_weight, policy.stable_prefix_weight)
-        if own.prefix is None
-        else own.prefix,
-        default.critical if own.critical is None else own.critical,
-        default.waiting if own.waiting is None else own.waiting,
-        phase.between(policy.cold_start_diversity_weight, policy.stable_diversity_weight)
-        if own.diversity is None
-        else own.diversity,
-        default.cost if own.cost is None else own.cost,
+        knobs.weight("prefix", prefix),
+        knobs.weight("critical", critical),
+        knobs.weight("waiting", waiting),
+        knobs.weight("diversity", diversity),
+        knobs.weight("cost", cost),
     )
 
 

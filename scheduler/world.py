@@ -23,6 +23,7 @@ from rolloutd.scheduler.computing import Computing
 from rolloutd.scheduler.config import SchedulerConfig
 from rolloutd.scheduler.considered import NOTHING, Considered
 from rolloutd.scheduler.engine import Engine
+from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.index import PrefixIndex
 from rolloutd.scheduler.kv_cache_mirror import KvCacheMirror
 from rolloutd.scheduler.outbox import Consumer
@@ -33,7 +34,7 @@ from rolloutd.scheduler.room import Room
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.spec import RunSettings
 from rolloutd.scheduler.states import SHORT_TASKS, Code, Gate, RolloutClass, RolloutState, Verb
-from rolloutd.scheduler.timers import Timers
+from rolloutd.scheduler.timers import Timer, Timers
 from rolloutd.scheduler.views import Decision, DecisionKind
 
 MIRROR_PART = 4  # of the index's memory, at most one in so many bytes is for what engines report of their caches
@@ -77,6 +78,8 @@ class World:
         self.control_ids = 0
         self.stirred: dict[Run, None] = {}  # where somebody else may be let in now: see `letting_in`
         self.place_at = -math.inf  # of the newest PLACE timer
+        self.reordering: dict[Entry, None] = {}  # entries whose key is by weights that hold no longer
+        self.rules_timer: Timer | None = None  # when rules are looked at; None: there are none
         self.last_calls_since = -math.inf  # when engines began to be let go after an update: see `updating`
         self.leaving: dict[str, Engine] = {}  # removed and not forgotten yet: attempts still run there
         self.dirty = False  # something changed that scheduling could use
