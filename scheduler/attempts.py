@@ -11,7 +11,7 @@ What this module does not know: where the rollout goes next.
 
 from __future__ import annotations
 
-from rolloutd.scheduler import budgeting, lifecycle, publishing, queueing, versions
+from rolloutd.scheduler import budgeting, lengths, lifecycle, publishing, queueing, versions
 from rolloutd.scheduler.actions import Progressed
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
@@ -39,19 +39,31 @@ def progress(world: World, event: AttemptProgress) -> None:
     now = world.now
     if attempt.first_token_at is None:
         _first_token(world, attempt, event.prompt_tokens, event.cached_tokens)
-    rollout.run.supply.add(event.generated_tokens - attempt.generated_tokens, now)
-    attempt.generated_tokens = event.generated_tokens
-    attempt.engine.promises.note_written(attempt.promise, event.generated_tokens)
+    tokens = event.generated_tokens
+    rollout.run.supply.add(tokens - attempt.generated_tokens, now)
+    attempt.generated_tokens = tokens
+    attempt.engine.promises.note_written(attempt.promise, tokens)
     attempt.progress_at = now
-    _grow_claim(world, attempt)
-    written = rollout.kept_tokens + event.generated_tokens
-    news = rollout.run.lengths.note_running(rollout.prompt_hash, rollout.kind, rollout.rollout_id, written)
-    entry = _waiting_siblings(rollout)
-    if news and entry is not None:
-        queueing.note_siblings(world, entry)
+    if tokens >= attempt.look_tokens:
+        _look_at(world, attempt)
+
+
+def _look_at(world: World, attempt: Attempt) -> None:
+    """What follows from how much an attempt has written, and how much it has to write until something follows again."""
+    rollout = attempt.rollout
+    run = rollout.run
+    tokens = attempt.generated_tokens
+    kept = rollout.kept_tokens
+    enough = _grow_claim(world, attempt)
+    if run.lengths.note_running(rollout.prompt_hash, rollout.kind, rollout.rollout_id, kept + tokens):
+        entry = _waiting_siblings(rollout)
+        if entry is not None:
+            queueing.note_siblings(world, entry)
     if rollout.spec.want_progress:
-        run = rollout.run
-        world.deliver(run, rollout.consumer_id, 0, Progressed(rollout.rollout_id, written, attempt.engine.engine_id))
+        told = Progressed(rollout.rollout_id, kept + tokens, attempt.engine.engine_id)
+        world.deliver(run, rollout.consumer_id, 0, told)
+    else:
+        attempt.look_tokens = min(enough, int((kept + tokens) * lengths.GROWTH) - kept + 1)
 
 
 def ended(world: World, event: AttemptEnded) -> None:
@@ -246,14 +258,15 @@ def _waiting_siblings(rollout: Rollout) -> Entry | None:
     return siblings if siblings is not None and siblings.members else None
 
 
-def _grow_claim(world: World, attempt: Attempt) -> None:
-    """Book more KV before the attempt outgrows what it booked."""
+def _grow_claim(world: World, attempt: Attempt) -> int:
+    """Book more KV before the attempt outgrows what it booked; returns with how many tokens to look again."""
     settings = world.config.budget
     sent = len(attempt.token_bytes) // TOKEN_BYTES
     most = sent + attempt.rollout.remaining_tokens
     page = attempt.engine.facts.page_tokens
-    if sent + attempt.generated_tokens + settings.headroom_tokens <= attempt.permit.kv_tokens:
-        return
+    enough = attempt.permit.kv_tokens - sent - settings.headroom_tokens
+    if attempt.generated_tokens <= enough:
+        return enough + 1
     wanted = min(most, sent + attempt.generated_tokens + settings.growth_tokens)
     wanted = -(-wanted // page) * page
     if wanted > attempt.permit.kv_tokens:
@@ -261,6 +274,7 @@ def _grow_claim(world: World, attempt: Attempt) -> None:
         run = attempt.rollout.run
         if budgeting.kv_exceeded(run, attempt.engine):
             budgeting.enforce(world, run, outgrown=True)
+    return attempt.permit.kv_tokens - sent - settings.headroom_tokens + 1
 
 
 def _learn_speed(world: World, attempt: Attempt, tokens: int) -> None:

@@ -64,6 +64,7 @@ class Attempt:
         "first_token_at",
         "generated_tokens",
         "kv_version",
+        "look_tokens",
         "number",
         "permit",
         "predicted_tokens",
@@ -98,6 +99,7 @@ class Attempt:
         self.first_token_at: float | None = None
         self.progress_at = now
         self.generated_tokens = 0
+        self.look_tokens = 0  # nothing but sums depends on how much it has written before it has written so many
         self.cached_tokens = 0
         self.predicted_tokens = 0
         self.charged_tokens = 0.0  # against its run's share of the pool
