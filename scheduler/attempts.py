@@ -129,7 +129,7 @@ def failed(world: World, event: AttemptFailed) -> None:
     if event.fault in (FaultKind.BROKEN, FaultKind.SILENT, FaultKind.UNREACHED):
         was_open = engine.breaker_until > world.now
         engine.note_fault(world.now, event.message, settings)
-        rollout.excluded.add(engine.engine_id)
+        rollout.excluded |= {engine.engine_id}
         if engine.breaker_until > world.now:
             _look_again(world, engine, engine.breaker_until)
         if engine.breaker_until > world.now and not was_open:
@@ -203,10 +203,7 @@ def _first_token(world: World, attempt: Attempt, prompt_tokens: int, cached_toke
     if siblings is not None and siblings.leader_id == attempt.attempt_id:
         held = world.index.whole_pages(engine.cache_key, siblings.prompt_tokens)
         if held and attempt.kv_version == engine.version:
-            key = engine.cache_key
-            hits = {key: held, **siblings.hits}  # the longest, so it stands first
-            hits[key] = held
-            siblings.hits = hits
+            siblings.segments = [(world.index.flag(engine.cache_key), held), *siblings.segments]  # the longest first
         queueing.wake(world, siblings)
 
 
@@ -298,7 +295,7 @@ def _interrupted(world: World, rollout: Rollout, attempt: Attempt, reason: Abort
         lifecycle.finish(world, rollout, Outcome.DEADLINE_EXCEEDED)
     elif reason is AbortReason.NO_PROGRESS:
         attempt.engine.note_fault(world.now, "no progress", world.config.executor)
-        rollout.excluded.add(attempt.engine.engine_id)
+        rollout.excluded |= {attempt.engine.engine_id}
         _fault(world, rollout, f"engine {attempt.engine.engine_id} made no progress")
     elif reason is AbortReason.RECALL:
         lifecycle.requeue(world, rollout, "recalled from the engine's queue", keep=True)

@@ -280,12 +280,13 @@ def _accept(world: World, run: Run, consumer: Consumer, spec: RolloutSpec, ids: 
     hash_ = prompt_hash(spec)
     ttl = spec.queue_ttl_seconds or run.settings.queue_ttl_seconds or world.config.queue.queue_ttl_seconds
     requirement = versions.requirement_of(run, spec)
+    accepted_from = f"accepted from {consumer.consumer_id!r}"
     accepted = []
     for index, rollout_id in enumerate(ids):
         rollout = Rollout(run, rollout_id, spec, index, consumer.consumer_id, max_new_tokens, hash_, world.now)
         rollout.ttl_at = world.now + ttl
         rollout.requirement = requirement
-        rollout.story.append((world.now, f"accepted from {consumer.consumer_id!r}"))
+        rollout.story.append((world.now, accepted_from))
         if rollout.needed_by_step is not None and rollout.needed_by_step <= run.step:
             rollout.rollout_class = RolloutClass.CRITICAL  # as if it had been here when the step was reported
         run.rollouts[rollout_id] = rollout
@@ -332,5 +333,6 @@ def _accepted(world: World, rollout: Rollout, *, attached: bool) -> Accepted:
     supply = run.supply.per_second(world.now)
     expected = entry.expected_tokens if entry is not None else 0.0
     estimate = position * expected / supply if supply > 0.0 else 0.0
-    matched = max(entry.hits.values(), default=0) if entry is not None else 0
+    longest = world.index.longest(entry.segments, 1) if entry is not None and entry.segments else []
+    matched = longest[0][1] if longest else 0
     return Accepted(rollout.rollout_id, rollout.state, position, matched, estimate, attached)

@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from rolloutd.scheduler.spec import PolicyUpdate
 
 MAX_QUEUED_PUBLICATIONS = 16
+MOST_NAMESPACES = 64
 
 
 class Lineage:
-    __slots__ = ("active", "held", "last", "lookups", "mark", "pool", "queue", "run_id", "version")
+    __slots__ = ("_namespaces", "active", "held", "last", "lookups", "mark", "pool", "queue", "run_id", "version")
 
     def __init__(self, run_id: str, pool: str) -> None:
+        self._namespaces: dict[int, Namespace] = {}  # made so far, of some versions
         self.run_id = run_id
         self.pool = pool
         self.version = 0
@@ -52,7 +54,12 @@ class Lineage:
 
     def namespace(self, version: int) -> Namespace:
         """Where prefixes stand that weights of this version computed."""
-        return Namespace(self.owner, "", "", version, "")
+        namespace = self._namespaces.get(version)
+        if namespace is None:
+            if len(self._namespaces) >= MOST_NAMESPACES:
+                self._namespaces.clear()
+            namespace = self._namespaces[version] = Namespace(self.owner, "", "", version, "")
+        return namespace
 
     def note_engines(self, engines: list[Engine], ttl_versions: int) -> None:
         """Work out again what may be matched; call when an engine's version changed.

@@ -13,10 +13,11 @@ What this module does not know: scores, and what makes a gate close beyond askin
 from __future__ import annotations
 
 from rolloutd.scheduler import budgeting, gates, preemption, turns, updating
-from rolloutd.scheduler.choosing import Spaces, choose
+from rolloutd.scheduler.choosing import choose
 from rolloutd.scheduler.dispatching import dispatch
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.room import Room
+from rolloutd.scheduler.roomy import Pass, Roomy
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.states import SHORT_TASKS, Gate, RolloutClass, TaskType
 from rolloutd.scheduler.timers import TimerKind
@@ -72,7 +73,7 @@ def _look_again(world: World, at: float) -> None:
 
 def _fill(world: World, pool: str, room: Room, batch_id: int, limit: int) -> int:
     blocked: set[tuple[str, RolloutClass, bool]] = set()
-    spaces: Spaces = {}
+    one_pass = Pass(world)
     per_run: dict[str, int] = {}
     made = 0
     kept = False
@@ -91,7 +92,7 @@ def _fill(world: World, pool: str, room: Room, batch_id: int, limit: int) -> int
             world.dirty = True  # the next pass goes on; COLD_START wants small batches and quick results
             gate = Gate.BATCH_LIMIT
         else:
-            gate = _place(world, turn, room, batch_id, spaces)
+            gate = _place(world, turn, room, batch_id, one_pass)
         if gate is Gate.OPEN:
             made += 1
             per_run[run.run_id] = per_run.get(run.run_id, 0) + 1
@@ -138,7 +139,7 @@ def batch_limit(world: World, run: Run) -> int:
     return max(1, min(world.config.queue.max_batch_size, round(limit)))
 
 
-def _place(world: World, turn: turns.Turn, room: Room, batch_id: int, spaces: Spaces) -> Gate:
+def _place(world: World, turn: turns.Turn, room: Room, batch_id: int, one_pass: Pass) -> Gate:
     """Dispatch the best pair of this turn; returns OPEN, or the gate that kept everything waiting."""
     run = turn.run
     gate = budgeting.run_gate(world, run, turn.rollout_class)
@@ -146,15 +147,20 @@ def _place(world: World, turn: turns.Turn, room: Room, batch_id: int, spaces: Sp
         return gate
     tasks, closed = _startable_tasks(world, turn)
     if tasks:
-        roomy, none = _roomy_engines(world, turn, room)
-        if not roomy:
+        roomy = one_pass.roomy.get((run, turn.short))
+        if roomy is None:
+            having = room.free if turn.short else room.long
+            roomy = Roomy(world, [engine for engine in having if _usable(world, engine, turn)])
+            one_pass.roomy[run, turn.short] = roomy
+        none = _kept_back(world, turn, room, roomy)
+        if none is not Gate.OPEN:
             closed = none
         else:
-            look, closed = choose(world, turn, roomy, tasks, closed, spaces)
+            look, closed = choose(world, turn, roomy, tasks, closed, one_pass)
             if look is not None:
                 dispatch(world, look, batch_id)
                 if look.engine is not None:
-                    spaces.pop(look.engine, None)
+                    one_pass.booked(look.engine)
                 return Gate.OPEN
     preemption.make_room(world, turn, closed)
     return closed
@@ -177,17 +183,16 @@ def _startable_tasks(world: World, turn: turns.Turn) -> tuple[frozenset[TaskType
     return frozenset(tasks), closed
 
 
-def _roomy_engines(world: World, turn: turns.Turn, room: Room) -> tuple[list[Engine], Gate]:
-    """Open engines with a slot for this turn's kind of work, and why there is none."""
-    roomy = [engine for engine in (room.free if turn.short else room.long) if _usable(world, engine, turn)]
-    if not roomy:
-        return [], _no_room(world, turn, room)
+def _kept_back(world: World, turn: turns.Turn, room: Room, roomy: Roomy) -> Gate:
+    """OPEN where a slot may go to this turn's work, else why none may."""
+    if not roomy.engines:
+        return _no_room(world, turn, room)
     waits_for_critical = turn.run.led and not turn.short and turn.rollout_class is not RolloutClass.CRITICAL
     if waits_for_critical and not turns.owed(turn.run, turn):
-        free = sum(engine.free_slots(False, room.reserved_short) for engine in roomy)
+        free = sum([engine.free_slots(False, room.reserved_short) for engine in roomy.engines])
         if free <= gates.led_members(world, turn.run, turn.pool):
-            return [], Gate.HELD_FOR_LEADER
-    return roomy, Gate.ENGINE_SLOTS
+            return Gate.HELD_FOR_LEADER
+    return Gate.OPEN
 
 
 def _no_room(world: World, turn: turns.Turn, room: Room) -> Gate:

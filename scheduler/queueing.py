@@ -152,10 +152,9 @@ def order(world: World, entry: Entry) -> None:
     entry.static_key = static_key(facts, entry.queued_at, entry.deadline_at, weights)
     bonus = weights.prefix / max(1, entry.prompt_tokens)
     bonuses: list[tuple[str, float]] = []
-    for engine, hit in entry.hits.items():  # longest first
-        if len(bonuses) == MAX_AFFINE_ENGINES:
-            break
-        bonuses.append((engine, hit * bonus))
+    if entry.segments:
+        for engine, hit in world.index.longest(entry.segments, MAX_AFFINE_ENGINES):
+            bonuses.append((engine, hit * bonus))
     backlog.order(entry, world.next_sequence(), entry.arrival, bonuses)
     world.dirty = True
 
@@ -220,7 +219,8 @@ def hold_for_prefix(world: World, entry: Entry) -> bool:
     if not len(world.computing):
         return False
     stem = world.computing.longest(entry_stems(entry))
-    if stem is None or stem[1] < max(entry.hits.values(), default=0) + settings.min_shared_tokens:
+    longest = entry.segments[0][1] if entry.segments else 0
+    if stem is None or stem[1] < longest + settings.min_shared_tokens:
         return False
     hold(world, entry, Gate.HELD_FOR_PREFIX, until)
     world.computing.wait(stem, entry)
@@ -239,26 +239,38 @@ def refresh_hits(world: World, entry: Entry) -> None:
     if entry.text is not None:
         return
     lineage = entry.run.lineage(entry.pool)
-    if world.now - entry.hits_at >= HITS_FRESH_SECONDS or entry.hits_mark != lineage.mark:
-        entry.hits = _hits(world, lineage, entry.token_bytes)
+    mark = hits_mark(world, lineage)
+    if world.now - entry.hits_at >= HITS_FRESH_SECONDS or entry.hits_mark != mark:
+        entry.segments = _segments(world, lineage, entry.token_bytes)
         entry.hits_at = world.now
-        entry.hits_mark = lineage.mark
+        entry.hits_mark = mark
 
 
-def _hits(world: World, lineage: Lineage, tokens: bytes) -> dict[str, int]:
-    """Tokens of a prompt in the engines' caches that their present weights may use, longest first."""
+def hits_mark(world: World, lineage: Lineage) -> int:
+    """Changes when prefix hits that were looked up before may not count any more, or name other engines: both only grow."""
+    return lineage.mark + world.index.unseated
+
+
+def _segments(world: World, lineage: Lineage, tokens: bytes) -> list[tuple[int, int]]:
+    """Of a prompt, what is in the engines' caches and may be used by their present weights: (engines' bits, tokens), longest
+    first; an engine has what the first that has its bit says.
+    """
+    index = world.index
     namespace, only = lineage.lookups[0]
-    hits = world.index.match(namespace, tokens)
     if only is None:
-        return hits
-    found = {engine: hit for engine, hit in hits.items() if engine in only}
-    if len(lineage.lookups) == 1:
-        return found
-    for namespace, only in lineage.lookups[1:]:
-        for engine, hit in world.index.match(namespace, tokens).items():
-            if hit > found.get(engine, 0) and (only is None or engine in only):
-                found[engine] = hit
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+        return index.segments(namespace, tokens)
+    found: list[tuple[int, int]] = []
+    for namespace, only in lineage.lookups:
+        segments = index.segments(namespace, tokens)
+        if segments and only is not None:
+            allowed = 0
+            for engine in only:
+                allowed |= index.flag(engine)
+            segments = [(mask & allowed, held) for mask, held in segments if mask & allowed]
+        found += segments
+    if len(lineage.lookups) > 1:
+        found.sort(key=lambda segment: -segment[1])
+    return found
 
 
 def note_siblings(world: World, entry: Entry) -> None:
