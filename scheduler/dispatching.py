@@ -23,6 +23,8 @@ from rolloutd.scheduler.states import Gate, OnPreempt, RolloutClass, RolloutStat
 from rolloutd.scheduler.views import DecisionKind
 from rolloutd.scheduler.world import World
 
+CLASS_NAMES = tuple(one.name for one in RolloutClass)  # by value; an enum's own look-up of its name is dear
+
 
 def dispatch(world: World, look: Look, batch_id: int) -> None:
     """Book the permit and send the entry's first member."""
@@ -71,7 +73,7 @@ def dispatch(world: World, look: Look, batch_id: int) -> None:
     world.decide(
         DecisionKind.DISPATCHED,
         rollout,
-        f"{entry.rollout_class.name}, waited {world.now - rollout.submitted_at:.3f} s",
+        f"{CLASS_NAMES[entry.rollout_class]}, waited {round(1e3 * (world.now - rollout.submitted_at))} ms",
         batch_id=batch_id,
         engine_id=engine.engine_id,
         considered=Considered(facts, look.told),

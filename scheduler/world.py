@@ -26,6 +26,7 @@ from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.index import PrefixIndex
 from rolloutd.scheduler.kv_cache_mirror import KvCacheMirror
+from rolloutd.scheduler.lineage import Lineage
 from rolloutd.scheduler.outbox import Consumer
 from rolloutd.scheduler.publication import EngineUpdate
 from rolloutd.scheduler.refusal import Refusal
@@ -99,6 +100,7 @@ class World:
         self.returned: list[Engine] = []  # that have it back, since the event that is being handled began
         self.controls: dict[int, Verb] = {}  # control calls that are out
         self.control_ids = 0
+        self.unseen: dict[Lineage, Run] = {}  # where waiting work is still to be looked at after a change of version
         self.stirred: dict[Run, None] = {}  # where somebody else may be let in now: see `letting_in`
         self.place_at = -math.inf  # of the newest PLACE timer
         self.reordering: dict[Entry, None] = {}  # entries whose key is by weights that hold no longer
