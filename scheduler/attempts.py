@@ -83,8 +83,7 @@ def ended(world: World, event: AttemptEnded) -> None:
         engine.note_success()
     _learn_speed(world, attempt, tokens)
     if attempt.first_token_at is not None:
-        cached = (attempt.token_bytes + piece.token_bytes)[: -TOKEN_BYTES if tokens else None]  # the last has no KV
-        _credit(world, attempt, cached)
+        _credit(world, attempt, attempt.token_bytes + piece.token_bytes[:-TOKEN_BYTES])  # the last has no KV
     _wake_followers(world, attempt)
     lifecycle.close_attempt(world, attempt, piece, piece.finish_reason if reason is None else reason.name.lower())
     if problem:

@@ -353,12 +353,15 @@ def _result(
     last = pieces[-1] if pieces else None
     spans: list[Span] = []
     offset = 0
-    for piece, (engine_id, number) in zip(pieces, rollout.pieces_by, strict=True):
-        tokens = len(piece.token_bytes) // TOKEN_BYTES
-        for version, (label, start, end) in zip(piece.versions, piece.version_spans, strict=True):
+    for place in range(len(pieces)):
+        piece = pieces[place]
+        engine_id, number = rollout.pieces_by[place]
+        versions_of = piece.versions
+        for which in range(len(versions_of)):
+            label, start, end = piece.version_spans[which]
             if end > start or spec.task_type is TaskType.REPLAY:  # whose version is that of its log-probs
-                spans.append(Span(version, label, offset + start, offset + end, engine_id, number))
-        offset += tokens
+                spans.append(Span(versions_of[which], label, offset + start, offset + end, engine_id, number))
+        offset += len(piece.token_bytes) // TOKEN_BYTES
     token_bytes, logprobs, text = b"", b"", ""
     top_logprobs: tuple[tuple[tuple[float, int], ...], ...] = ()
     if last is not None and len(pieces) == 1:  # nearly always

@@ -27,6 +27,8 @@ SHORT_KINDS = tuple(sorted(SHORT_TASKS))
 # While control calls are out engines stand still until somebody hears their answers, so the caller is not kept for long.
 BATCH_BESIDE_CALLS = 4
 LONG_KINDS = tuple(one for one in TaskType if one not in SHORT_TASKS)
+# Every set of task types, by the sum of 1 << task type.
+TASK_SETS = tuple(frozenset(one for one in TaskType if number >> one & 1) for number in range(1 << len(TaskType)))
 
 
 def schedule(world: World) -> None:
@@ -48,9 +50,6 @@ def schedule(world: World) -> None:
         _keep_back(world, room)
         may_help = preemption.may_help(world, pool) if not room.long else False
         if room.free or may_help:
-            for run in world.runs.values():
-                if run.ledger.has_floors:
-                    budgeting.note_stalled(world, run)
             made += _fill(world, pool, room, batch_id, most - made)
         else:
             world.gates[_full_gate(world, room)] += 1
@@ -74,6 +73,7 @@ def _look_again(world: World, at: float) -> None:
 def _fill(world: World, pool: str, room: Room, batch_id: int, limit: int) -> int:
     blocked: set[tuple[str, RolloutClass, bool]] = set()
     one_pass = Pass(world)
+    noted: set[Run] = set()  # whose floors that hold no room were looked for
     per_run: dict[str, int] = {}
     made = 0
     kept = False
@@ -88,6 +88,9 @@ def _fill(world: World, pool: str, room: Room, batch_id: int, limit: int) -> int
             world.dirty = True
             return made
         run = turn.run
+        if run.ledger.has_floors and run not in noted:
+            noted.add(run)
+            budgeting.note_stalled(world, run)
         if per_run.get(run.run_id, 0) >= batch_limit(world, run):
             world.dirty = True  # the next pass goes on; COLD_START wants small batches and quick results
             gate = Gate.BATCH_LIMIT
@@ -119,6 +122,8 @@ def _full_gate(world: World, room: Room) -> Gate:
 def _make_room(world: World, pool: str, blocked: set[tuple[str, RolloutClass, bool]]) -> None:
     """For critical work that had no turn because nothing is free: what keeps it, and whether interrupting others helps."""
     for run in list(world.waiting.get(pool, ())):
+        if run.ledger.has_floors:
+            budgeting.note_stalled(world, run)
         for (rollout_class, short), backlog in list(run.ready.get(pool, {}).items()):
             if rollout_class is not RolloutClass.CRITICAL or (run.run_id, rollout_class, short) in blocked:
                 continue
@@ -171,16 +176,16 @@ def _startable_tasks(world: World, turn: turns.Turn) -> tuple[frozenset[TaskType
     run = turn.run
     ledger = run.ledger
     slots = world.run_slots(run)
-    tasks = []
+    chosen = 0
     closed = Gate.ENGINE_SLOTS
     for task_type in SHORT_KINDS if turn.short else LONG_KINDS:
         if ledger.task_queued[task_type]:
             gate = ledger.gate(turn.rollout_class, task_type, slots)
             if gate is Gate.OPEN:
-                tasks.append(task_type)
+                chosen |= 1 << task_type
             else:
                 closed = gate
-    return frozenset(tasks), closed
+    return TASK_SETS[chosen], closed
 
 
 def _kept_back(world: World, turn: turns.Turn, room: Room, roomy: Roomy) -> Gate:

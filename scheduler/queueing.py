@@ -14,6 +14,7 @@ from functools import partial
 
 from rolloutd.scheduler import computing, staleness, turns, versions
 from rolloutd.scheduler.entry import Entry, EntryKey
+from rolloutd.scheduler.group import Group
 from rolloutd.scheduler.lanes import MAX_AFFINE_ENGINES, Backlog
 from rolloutd.scheduler.lineage import Lineage
 from rolloutd.scheduler.rollout import Rollout
@@ -33,18 +34,10 @@ def put(world: World, rollout: Rollout) -> None:
     run = rollout.run
     spec = rollout.spec
     continued = bool(rollout.pieces)
-    group_id = "" if rollout.group is None else rollout.group.group_id
-    key = EntryKey(
-        spec.pool,
-        rollout.rollout_class,
-        spec.task_type,
-        rollout.prompt_hash,
-        group_id,
-        rollout.rollout_id if continued or not group_id else "",
-        tuple(sorted(spec.engine_labels.items())),
-        rollout.requirement,
-    )
-    entry = run.entries.get(key)
+    entry = None if continued or rollout.group is None else _siblings(rollout, rollout.group)
+    if entry is None:
+        key = _key_of(rollout, continued)
+        entry = run.entries.get(key)
     if entry is None:
         token_bytes, text = full_prompt(rollout)
         entry = Entry(run, key, token_bytes, text, run.mix.name(spec.stratum), spec.engine_labels, rollout.submitted_at)
@@ -63,6 +56,8 @@ def put(world: World, rollout: Rollout) -> None:
     else:
         entry.members.append(rollout)
     rollout.entry = entry
+    if rollout.group is not None and not continued:
+        rollout.group.entry = entry
     if rollout.requirement is not ANYTHING and (continued or rollout.requirement.exact_version is not None):
         run.bound[rollout.rollout_id] = rollout
     run.ledger.enqueue(rollout.rollout_class, spec.task_type, 1)
@@ -72,6 +67,39 @@ def put(world: World, rollout: Rollout) -> None:
     if entry.rollout_class is RolloutClass.CRITICAL:
         world.fruitless_at.pop(entry.pool, None)
     world.dirty = True
+
+
+def _key_of(rollout: Rollout, continued: bool) -> EntryKey:
+    spec = rollout.spec
+    group_id = "" if rollout.group is None else rollout.group.group_id
+    return EntryKey(
+        spec.pool,
+        rollout.rollout_class,
+        spec.task_type,
+        rollout.prompt_hash,
+        group_id,
+        rollout.rollout_id if continued or not group_id else "",
+        tuple(sorted(spec.engine_labels.items())) if spec.engine_labels else (),
+        rollout.requirement,
+    )
+
+
+def _siblings(rollout: Rollout, group: Group) -> Entry | None:
+    """The entry that the group's last member joined, where this one has the same key."""
+    entry = group.entry
+    if (
+        entry is None
+        or not entry.members
+        or entry.rollout_class is not rollout.rollout_class
+        or entry.task_type is not rollout.task_type
+        or entry.prompt_hash != rollout.prompt_hash
+    ):
+        return None
+    spec = rollout.spec
+    same = (
+        entry.pool == spec.pool and entry.labels == spec.engine_labels and entry.key.requirement == rollout.requirement
+    )
+    return entry if same else None
 
 
 def take(world: World, rollout: Rollout) -> Entry:

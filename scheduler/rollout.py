@@ -127,6 +127,7 @@ class Rollout:
         "group",
         "history",
         "in_window",
+        "kind",
         "last_batch_id",
         "max_new_tokens",
         "needed_by_step",
@@ -150,6 +151,7 @@ class Rollout:
         "state",
         "story",
         "submitted_at",
+        "task_type",
         "timer",
         "ttl_at",
         "yielded",
@@ -169,6 +171,9 @@ class Rollout:
         self.run = run
         self.rollout_id = rollout_id
         self.spec = spec
+        self.task_type = spec.task_type
+        # What it is alike with in length.
+        self.kind: tuple[TaskType, str] = (spec.task_type, run.mix.name(spec.stratum))
         self.sample_index = sample_index
         self.consumer_id = consumer_id
         self.rollout_class = spec.rollout_class if spec.rollout_class is not None else run.settings.default_class
@@ -206,15 +211,6 @@ class Rollout:
         self.result: RolloutResult | None = None
         self.timer: Timer | None = None
         self.story: list[tuple[float, str]] = []  # the last `STORY_ENTRIES`
-
-    @property
-    def task_type(self) -> TaskType:
-        return self.spec.task_type
-
-    @property
-    def kind(self) -> tuple[TaskType, str]:
-        """What it is alike with in length: its task type and stratum."""
-        return self.spec.task_type, self.run.mix.name(self.spec.stratum)
 
     @property
     def on_preempt(self) -> OnPreempt:

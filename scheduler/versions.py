@@ -59,6 +59,8 @@ def requirement_of(run: Run, spec: RolloutSpec) -> Requirement:
 
 
 def check_fields(spec: RolloutSpec) -> Refusal | None:
+    if spec.min_version is spec.exact_version is spec.max_staleness is spec.max_partial_span is None:
+        return None
     for name in ("min_version", "exact_version", "max_staleness", "max_partial_span"):
         value = getattr(spec, name)
         if value is not None and value < 0:

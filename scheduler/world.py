@@ -49,6 +49,22 @@ def largest(limits: Iterable[int]) -> int:
     return max(known) if known and all(known) else 0
 
 
+class PoolLimits:
+    """What some engines take at most. 0: no limit, or one of them has none or does not say.
+
+    context, prompt, capacity: tokens, of the one that takes most. vocabulary: of the smallest that is known; 0: none is.
+    """
+
+    __slots__ = ("capacity", "context", "page", "prompt", "vocabulary")
+
+    def __init__(self, engines: list[Engine]) -> None:
+        self.context = largest([engine.facts.context_tokens for engine in engines])
+        self.prompt = largest([engine.facts.max_prompt_tokens for engine in engines])
+        self.capacity = largest([engine.facts.kv_capacity_tokens for engine in engines])
+        self.page = min([engine.facts.page_tokens for engine in engines], default=1)
+        self.vocabulary = min([one.facts.vocabulary_size for one in engines if one.facts.vocabulary_size], default=0)
+
+
 class PoolShape:
     """Some engines: their bits in the prefix index, and what each of them takes.
 
@@ -90,6 +106,7 @@ class World:
         self.gates: Counter[Gate] = Counter()
         self.fleet_mark = 0  # grows when an engine joins (again), drains, is lost or found, is removed or forgotten
         self._pools: dict[tuple[str, str, tuple[tuple[str, str], ...]], list[Engine]] = {}  # as of `_pools_mark`
+        self._limits: dict[tuple[str, str, tuple[tuple[str, str], ...]], PoolLimits] = {}  # of the same
         self._pools_mark = -1
         self._shapes: dict[tuple[str, str, tuple[tuple[str, str], ...]], PoolShape] = {}  # as of `_shapes_mark`
         self._shapes_mark = -1
@@ -231,12 +248,14 @@ class World:
         """Engines that may ever run such work; looked up again when engines came or went."""
         if self._pools_mark != self.fleet_mark:
             self._pools.clear()
+            self._limits.clear()
             self._pools_mark = self.fleet_mark
-        key = (run.run_id, pool, tuple(sorted(labels.items())))
+        key = (run.run_id, pool, tuple(sorted(labels.items())) if labels else ())
         found = self._pools.get(key)
         if found is None:
             if len(self._pools) >= MOST_POOLS:
                 self._pools.clear()
+                self._limits.clear()
             found = [engine for engine in self.engines.values() if self.serves(engine, run, pool, labels)]
             self._pools[key] = found
         return found
@@ -256,9 +275,18 @@ class World:
             shape = self._shapes[key] = PoolShape(live, self.index)
         return shape
 
+    def pool_limits(self, run: Run, pool: str, labels: Mapping[str, str]) -> PoolLimits:
+        """Of `pool_engines`; looked up again with them."""
+        engines = self.pool_engines(run, pool, labels)
+        key = (run.run_id, pool, tuple(sorted(labels.items())) if labels else ())
+        limits = self._limits.get(key)
+        if limits is None:
+            limits = self._limits[key] = PoolLimits(engines)
+        return limits
+
     def longest_prompt(self, run: Run, pool: str, labels: Mapping[str, str]) -> int:
         """Tokens of the longest prompt that some engine of the pool takes; 0 where one has no limit or does not say."""
-        return largest(engine.facts.max_prompt_tokens for engine in self.pool_engines(run, pool, labels))
+        return self.pool_limits(run, pool, labels).prompt
 
     def room(self, pool: str) -> Room:
         room = self.rooms.get(pool)
