@@ -37,9 +37,12 @@ def progress(world: World, event: AttemptProgress) -> None:
         return
     rollout = attempt.rollout
     now = world.now
-    if attempt.first_token_at is None:
-        _first_token(world, attempt, event.prompt_tokens, event.cached_tokens)
     tokens = event.generated_tokens
+    if attempt.first_token_at is None:
+        # Before its siblings are woken: they are ordered once, by all that is known.
+        written = rollout.kept_tokens + tokens
+        rollout.run.lengths.note_running(rollout.prompt_hash, rollout.kind, rollout.rollout_id, written)
+        _first_token(world, attempt, event.prompt_tokens, event.cached_tokens)
     rollout.run.supply.add(tokens - attempt.generated_tokens, now)
     attempt.generated_tokens = tokens
     attempt.engine.promises.note_written(attempt.promise, tokens)
@@ -275,7 +278,10 @@ def _grow_claim(world: World, attempt: Attempt) -> int:
 
 def _learn_speed(world: World, attempt: Attempt, tokens: int) -> None:
     if attempt.first_token_at is not None and tokens >= 8:
-        attempt.engine.note_decode((world.now - attempt.first_token_at) / tokens)
+        engine = attempt.engine
+        engine.note_decode((world.now - attempt.first_token_at) / tokens)
+        if engine.room is not None:
+            engine.room.note_pace(engine)
 
 
 def _count_engine(attempt: Attempt, piece: Piece) -> None:

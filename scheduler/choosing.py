@@ -284,7 +284,7 @@ def _bounded_look(
     """
     backlog = turn.backlog
     if stage == 0:
-        keepers = [engine.reserved_for for engine in roomy.engines if engine.reserved_for is not None]
+        keepers = [engine.reserved_for for engine in roomy.keepers if engine.reserved_for is not None]
         if turn.run.reserved_for is not None:
             keepers.append(turn.run.reserved_for)
         return [one for one in keepers if one.backlog is backlog and not one.held and one.task_type in tasks]

@@ -26,7 +26,7 @@ from rolloutd.scheduler.versions import ANYTHING
 from rolloutd.scheduler.world import World
 
 HITS_FRESH_SECONDS = 1.0  # an entry's prefix hits are looked up again after this
-REKEY_FACTOR = 1.1  # an expected length that moved by less since it was keyed does not change an entry's place
+REKEY_FACTOR = 1.2  # an expected length that moved by less since it was keyed does not change an entry's place
 
 
 def put(world: World, rollout: Rollout) -> None:
@@ -360,10 +360,8 @@ def fill_facts(world: World, entry: Entry, facts: Facts) -> None:
 
 def pool_token_seconds(world: World, run: Run, pool: str) -> float:
     """Seconds one sequence needs per token in this pool, as measured; 0 before anything was."""
-    for engine in world.room(pool).members.values():
-        if engine.decode_seconds_per_token:
-            return engine.decode_seconds_per_token
-    return 0.0
+    engine = world.room(pool).paced_by
+    return 0.0 if engine is None else engine.decode_seconds_per_token
 
 
 def weights_of(world: World, run: Run) -> Weights:

@@ -2,6 +2,7 @@
 
 Invariants
 - Valid within one pass of the placement: nothing but what the pass books changes engines, and it says so (`Pass.booked`).
+- `keepers`: those that keep room for somebody, as of the begin of the pass.
 - `mask` has the bits of `engines` in the prefix index; `keys` their names there, in the same order.
 
 What this module does not know: entries, scores.
@@ -16,12 +17,13 @@ from rolloutd.scheduler.world import World
 
 
 class Roomy:
-    __slots__ = ("engines", "keys", "least_fill", "mask")
+    __slots__ = ("engines", "keepers", "keys", "least_fill", "mask")
 
     def __init__(self, world: World, engines: list[Engine]) -> None:
         self.engines = engines
         self.keys = [engine.cache_key for engine in engines]
         self.mask = 0
+        self.keepers = [engine for engine in engines if engine.reserved_for is not None]
         self.least_fill = 1.0  # of slots, once one more runs on the emptiest; it does not fall within a pass
         index = world.index
         for engine in engines:
@@ -37,6 +39,8 @@ class Roomy:
             del self.engines[place]
             del self.keys[place]
             self.mask &= ~world.index.flag(engine.cache_key)
+            if engine in self.keepers:
+                self.keepers.remove(engine)
 
 
 class Pass:
