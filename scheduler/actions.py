@@ -170,12 +170,20 @@ class Finished:
         self.result = result
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False, slots=True)
 class GroupFinished:
     group_id: str
     complete: bool
     rollout_ids: tuple[str, ...]
     failed_rollout_ids: tuple[str, ...]
+
+    def __init__(
+        self, group_id: str, complete: bool, rollout_ids: tuple[str, ...], failed_rollout_ids: tuple[str, ...]
+    ) -> None:
+        self.group_id = group_id
+        self.complete = complete
+        self.rollout_ids = rollout_ids
+        self.failed_rollout_ids = failed_rollout_ids
 
 
 class NoticeKind(enum.IntEnum):

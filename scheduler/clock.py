@@ -175,6 +175,7 @@ def _housekeeping(world: World) -> None:
             del world.runs[run.run_id]
             publishing.forget_run(world, run)
             for lineage in run.lineages.values():
+                world.unseen.pop(lineage, None)
                 world.index.drop_owner(lineage.owner)
     if any(run.ledger.queued for run in world.runs.values()):
         world.dirty = True  # waits, engine back-offs and reservations change with time alone

@@ -31,6 +31,7 @@ from rolloutd.scheduler import (
     reordering,
     snapshot,
     trainer,
+    version_change,
 )
 from rolloutd.scheduler.actions import Action, Refuse
 from rolloutd.scheduler.config import SchedulerConfig
@@ -103,7 +104,7 @@ class Scheduler:
 
     @property
     def wants_tick(self) -> bool:
-        return self._world.dirty
+        return self._world.dirty or bool(self._world.unseen)
 
     def next_due(self) -> float:
         return self._world.timers.next_due()
@@ -122,6 +123,8 @@ class Scheduler:
             case Tick():
                 clock.fire_due(world)
                 fleet.forget_removed(world)
+                if world.unseen:
+                    version_change.go_on(world)
                 if world.stirred:
                     letting_in.settle(world)
                 if world.reordering:

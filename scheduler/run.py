@@ -24,6 +24,7 @@ from rolloutd.scheduler.meter import Meter
 from rolloutd.scheduler.mix import Mix
 from rolloutd.scheduler.outbox import Consumer
 from rolloutd.scheduler.phase import PhaseState
+from rolloutd.scheduler.prompt import LastPrompt
 from rolloutd.scheduler.refusal import Refusal, invalid
 from rolloutd.scheduler.rules.book import RuleBook
 from rolloutd.scheduler.rules.counted import NOTHING_COUNTED
@@ -67,6 +68,7 @@ class Run:
         "lease_timer",
         "led",
         "ledger",
+        "last_prompt",
         "lengths",
         "lineages",
         "mix",
@@ -120,6 +122,7 @@ class Run:
         self.counted = NOTHING_COUNTED  # as it was when rules last looked
         self.state_since = now  # when the trainer came into the state that it reports
         self.phase = PhaseState(config.policy)
+        self.last_prompt = LastPrompt()
         self.lengths = LengthModel()
         self.mix = Mix(settings.target_mix, config.queue.max_strata)
         self.supply = Meter(now)
