@@ -21,15 +21,12 @@ from rolloutd.scheduler.versions import ANYTHING, Requirement
 
 if TYPE_CHECKING:
     from rolloutd.scheduler.engine import Engine
-    from rolloutd.scheduler.lanes import Backlog, Lane
+    from rolloutd.scheduler.lanes import Backlog, Lane, LaneKey
     from rolloutd.scheduler.rollout import Rollout
     from rolloutd.scheduler.run import Run
     from rolloutd.scheduler.timers import Timer
 
 
-# A rollout of at most this many output tokens holds a slot for a few seconds only (5 s at 20 ms a token), so it may take an
-# engine's last slots; longer ones leave them to the first short rollout that comes.
-BRIEF_TOKENS = 256
 CHARACTERS_PER_TOKEN = 3  # a cautious guess for text the engine will tokenise; only for booking
 
 
@@ -52,7 +49,6 @@ class Entry:
         "arrival",
         "backlog",
         "blocked_since",
-        "brief",
         "continuation",
         "deadline_at",
         "evaluation",
@@ -60,7 +56,6 @@ class Entry:
         "fixed",
         "held_at",
         "held_gate",
-        "hits",
         "hits_at",
         "hits_mark",
         "hold_timer",
@@ -69,8 +64,10 @@ class Entry:
         "keyed_tokens",
         "labels",
         "lane",
+        "lane_key",
         "leader_id",
         "longest_tokens",
+        "looked_at",
         "members",
         "most",
         "particular",
@@ -80,6 +77,7 @@ class Entry:
         "queued_at",
         "rollout_class",
         "run",
+        "segments",
         "sequence",
         "servers",
         "servers_mark",
@@ -119,7 +117,6 @@ class Entry:
         self.stratum = stratum
         self.labels = labels
         self.members: deque[Rollout] = deque()
-        self.brief = False  # gives its slot back so soon that it may have an engine's last ones; set before it joins
         self.evaluation = False  # its data are for evaluation; set before it joins a backlog
         self.continuation = False  # a later turn or a resumed rollout: its context is resident somewhere
         self.queued_at = now
@@ -132,15 +129,17 @@ class Entry:
         self.backlog: Backlog | None = None
         self.arrival = 0  # order of arrival: breaks ties of equal keys
         self.lane: Lane | None = None  # that holds it
+        self.lane_key: LaneKey | None = None  # of the lane that it was in last
+        self.looked_at = 0  # in which look of its backlog it was found last
         self.affine: tuple[str, ...] = ()  # engines whose affinity heap holds this entry
         self.leader_id: str | None = None  # attempt whose first token this entry waits for
         self.held_gate = Gate.OPEN
         self.held_at = 0.0
         self.hold_timer: Timer | None = None
-        self.hits: dict[str, int] = {}  # engine cache key -> cached tokens, longest first
+        self.segments: list[tuple[int, int]] = []  # who has its prompt cached, as `PrefixIndex.segments` says it
         self.keeps_room = False  # an engine is reserved for it, see `gates.note_blocked`
         self.hits_at = -1.0
-        self.hits_mark = -1  # of the lineage, when they were looked up
+        self.hits_mark = -1  # `queueing.hits_mark`, when they were looked up
         self.particular = False  # not every policy version may run it; set before it joins a backlog
         self.stems: tuple[tuple[str, int, int], ...] | None = None
         self.blocked_since: float | None = None

@@ -32,7 +32,6 @@ class Space:
     """
 
     __slots__ = (
-        "_brief_only",
         "_busy",
         "_continuation_fits",
         "_engine",
@@ -41,6 +40,7 @@ class Space:
         "_headroom_tokens",
         "_page",
         "_run_kv",
+        "_short_only",
         "_unpressed_kv",
         "_world",
     )
@@ -53,7 +53,7 @@ class Space:
         self._engine = engine
         self._page = facts.page_tokens
         self._headroom_tokens = settings.headroom_tokens
-        self._brief_only = engine.free_slots(False, world.config.queue.reserved_short_slots) <= 0
+        self._short_only = engine.free_slots(False, world.room(facts.pool).reserved_short) <= 0
         self._busy = engine.slots_used > 0  # an empty engine takes anything that could ever fit
         self._free_kv = self._unpressed_kv = self._run_kv = math.inf
         self._fits = self._continuation_fits = math.inf
@@ -73,10 +73,12 @@ class Space:
         remaining = rollout.remaining_tokens
         if not could_serve(world, entry, engine, remaining):
             return Gate.NO_ENGINE, 0
-        if entry.particular and not versions.fits(entry.run.lineage(entry.pool), rollout, engine):
-            return Gate.POLICY_VERSION, 0
+        if entry.particular:
+            lineage = entry.run.lineage(entry.pool)
+            if lineage.unseen or not versions.fits(lineage, rollout, engine):
+                return Gate.POLICY_VERSION, 0
         short = entry.short
-        if self._brief_only and not (short or entry.brief):
+        if self._short_only and not short:
             return Gate.SHORT_RESERVED, 0
         if rollout.excluded and engine.engine_id in rollout.excluded and _another_serves(world, entry, rollout):
             return Gate.NO_ENGINE, 0
@@ -159,15 +161,6 @@ def could_serve(world: World, entry: Entry, engine: Engine, remaining_tokens: in
         return False
     capacity = facts.kv_capacity_tokens
     return not capacity or -(-whole // facts.page_tokens) * facts.page_tokens <= capacity
-
-
-def reserved_short(world: World) -> int:
-    """Slots per engine kept for short work: only while some was seen lately, else long work may have them all."""
-    settings = world.config.queue
-    for other in world.runs.values():
-        if other.short_seen_at is not None and world.now - other.short_seen_at <= settings.reserve_memory_seconds:
-            return settings.reserved_short_slots
-    return 0
 
 
 def led_members(world: World, run: Run, pool: str) -> int:

@@ -39,12 +39,10 @@ def next_turn(
     pool: str,
     blocked: set[tuple[str, RolloutClass, bool]],
     long_room: bool = True,
-    brief_room: bool = True,
 ) -> Turn | None:
     """The turn that goes next in this pool, leaving out what the caller found blocked; None when nothing waits.
 
-    long_room: whether any engine has a slot that long work may take; else only short work has a turn, and brief work where
-    there is `brief_room`.
+    long_room: whether any engine has a slot that long work may take; else only short work has a turn.
     """
     waiting = world.waiting.get(pool)
     if not waiting:
@@ -60,7 +58,7 @@ def next_turn(
         turns = [
             Turn(run, pool, rollout_class, short, backlog)
             for (rollout_class, short), backlog in run.ready[pool].items()
-            if (long_room or short or (brief_room and backlog.brief)) and (run_id, rollout_class, short) not in blocked
+            if (long_room or short) and (run_id, rollout_class, short) not in blocked
         ]
         if not turns:
             continue
@@ -93,8 +91,11 @@ def rejoin(world: World, run: Run, pool: str) -> None:
     It starts level with the least of those who are there; where nobody is, with the most of all, so that whoever comes
     next finds it level.
     """
-    running = {run_id for engine in world.engines.values() if engine.facts.pool == pool for run_id in engine.kv_by_run}
     others = [other for other in world.runs.values() if other is not run and pool in other.virtual_tokens]
+    if not others:
+        run.virtual_tokens[pool] = max(run.virtual_tokens.get(pool, 0.0), 0.0)
+        return
+    running = {run_id for engine in world.engines.values() if engine.facts.pool == pool for run_id in engine.kv_by_run}
     present = [other.virtual_tokens[pool] for other in others if other.run_id in running or other.waits_in(pool)]
     base = min(present) if present else max((other.virtual_tokens[pool] for other in others), default=0.0)
     run.virtual_tokens[pool] = max(run.virtual_tokens.get(pool, 0.0), base)

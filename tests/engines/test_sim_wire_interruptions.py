@@ -62,7 +62,7 @@ async def test_it_tells_when_it_rested_and_what_was_asked_of_it() -> None:
     rest_started, rest_ended = activity["rests"][-1]
     assert load_ended - load_started >= 1.0 - 1e-6
     late_seconds = 0.5  # a tenth of a real second: the machine may be busy
-    pass_seconds = 0.01  # the pass under way at the pause is computed at its start, and may end a little later than the call
+    pass_seconds = 0.01  # the one under way at the pause may end a little after the call
     assert paused - late_seconds <= rest_started <= load_started + pass_seconds
     assert load_started < load_ended <= rest_ended
     assert resumed <= activity["now"]

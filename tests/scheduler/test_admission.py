@@ -106,12 +106,15 @@ def test_short_work_passes_the_limit() -> None:
     assert [one.rollout_id for one in bench.tick()] == ["q0", "q1"]
 
 
-def test_long_generations_leave_a_slot_for_the_first_short_rollout() -> None:
+def test_the_first_short_rollout_takes_the_next_slot_and_one_is_kept_from_then_on() -> None:
     bench = Bench(engine(slots=8))
-    assert len(bench.run(*specs("long", 9, max_new_tokens=3000))) == 7
-    assert len(bench.run(*specs("q", 1, task_type=TaskType.REWARD, max_new_tokens=4))) == 1
-
-
-def test_outputs_that_end_soon_take_every_slot() -> None:
-    bench = Bench(engine(slots=8))
-    assert len(bench.run(*specs("r", 9, max_new_tokens=64))) == 8
+    assert len(bench.run(*specs("long", 12, max_new_tokens=3000))) == 8, (
+        "nobody asked for short work: every slot is used"
+    )
+    assert bench.run(*specs("q", 1, task_type=TaskType.REWARD, max_new_tokens=4)) == []
+    bench.finish("long0")
+    assert [one.rollout_id for one in bench.tick()] == ["q0"]
+    bench.finish("q0", 2)
+    assert bench.tick() == [], "the slot is kept for the next short rollout"
+    bench.submit(*specs("p", 1, task_type=TaskType.REWARD, max_new_tokens=4))
+    assert [one.rollout_id for one in bench.tick()] == ["p0"]

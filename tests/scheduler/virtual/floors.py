@@ -85,7 +85,6 @@ class Floors:
         ledger = run.ledger
         if budgeting.run_gate(world, run, entry.rollout_class) is not Gate.OPEN:
             return
-        keep_short = gates.reserved_short(world)
         what = f"{world.now}: {run.run_id} {entry.rollout_class.name} is owed {owed}"
         self.counts["floors looked at"] += 1
         at_rest = (
@@ -98,7 +97,9 @@ class Floors:
             if not engine.is_open(world.now) or gates.engine_gate(world, entry, engine)[0] is not Gate.OPEN:
                 continue
             if at_rest:
-                assert engine.free_slots(entry.short, keep_short) <= 0, f"{what} and {engine.engine_id} has room (F1)"
+                assert engine.free_slots(entry.short, world.room(engine.facts.pool).reserved_short) <= 0, (
+                    f"{what} and {engine.engine_id} has room (F1)"
+                )
             for action in dispatched:
                 if action.run_id != run.run_id or action.engine_id != engine.engine_id:
                     continue

@@ -59,6 +59,8 @@ WANTED = (
     "VERSION_UNMET",
     "VERSION_GONE",
     "STALE",
+    "rules fired",
+    "rules ended",
     *(f"misdeed {misdeed.value}" for misdeed in Misdeed),
 )
 
