@@ -36,15 +36,15 @@ def progress(world: World, event: AttemptProgress) -> None:
     attempt = world.attempts.get(event.attempt_id)
     if attempt is None or event.generated_tokens <= attempt.generated_tokens:
         return
-    rollout = attempt.rollout
     now = world.now
     tokens = event.generated_tokens
     if attempt.first_token_at is None:
         # Before its siblings are woken: they are ordered once, by all that is known.
+        rollout = attempt.rollout
         written = rollout.kept_tokens + tokens
-        rollout.run.lengths.note_running(rollout.prompt_hash, rollout.kind, rollout.rollout_id, written)
+        attempt.run.lengths.note_running(rollout.prompt_hash, rollout.kind, rollout.rollout_id, written)
         _first_token(world, attempt, event.prompt_tokens, event.cached_tokens)
-    rollout.run.supply.add(tokens - attempt.generated_tokens, now)
+    attempt.run.supply.add(tokens - attempt.generated_tokens, now)
     attempt.generated_tokens = tokens
     attempt.engine.promises.note_written(attempt.promise, tokens)
     attempt.progress_at = now
