@@ -40,7 +40,7 @@ from rolloutd.server.core_build import core_words
 
 WORKLOADS = ("Q1", "Q2", "Q3", "Q4")
 SEEDS = (1,)
-# Simulated seconds per real one: as many as leave every process under a third of a core, of two, in its busiest five seconds.
+# Simulated seconds per real one: as many as leave every process under half a core in its busiest five seconds, on two.
 SCALES = {"Q1": 3.0, "Q2": 1.0, "Q3": 3.0, "Q4": 6.0}
 DEFAULT_SCALE = 2.0
 START_SECONDS = 8.0  # of all processes of a run, two cores
@@ -107,7 +107,7 @@ async def measure(cell: Cell, plan: Plan, note: Note | None = None) -> tuple[lis
     machines = plan.pool.machines
     lines: list[Figures] = []
     problems: dict[str, str] = {}
-    async with running(cell.arm, fleet_of(machines, cell.scale)) as up:
+    async with running(cell.arm, fleet_of(machines, cell.scale), cell.seed) as up:
         meter = CpuMeter(dict(up.names) | {os.getpid(): "this trainer"})
         watches = [asyncio.create_task(meter.watch()), asyncio.create_task(up.children.until_one_ends())]
         try:

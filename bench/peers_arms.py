@@ -17,20 +17,22 @@ PRODUCT = "rolloutd"
 class Arm:
     """One who is compared.
 
-    package: whose program. flags: of the router. twin: the simulation's arm of the same rule, None where it has none.
-    sessions: whether it is for workloads with sessions, None for all. standard: whether it runs when nobody asks for it.
+    package: whose program. rule: what we call it, where the policy has several. flags: of the router. sessions: whether it is for
+    workloads with sessions, None for all. twin: the simulation's arm of the same rule, None where it has none. standard: whether
+    it runs when nobody asks for it.
     """
 
     package: str
     policy: str = ""
     flags: tuple[str, ...] = ()
+    rule: str = ""
     twin: str | None = None
     sessions: bool | None = None
     standard: bool = True
 
     @property
     def name(self) -> str:
-        return f"{self.package}:{self.policy}" if self.policy else self.package
+        return f"{self.package}:{self.rule or self.policy}" if self.policy else self.package
 
     def suits(self, workload: str) -> bool:
         """Whether its rule has anything to work with there."""
@@ -40,6 +42,8 @@ class Arm:
 
 # A new session goes to the worker with the fewest requests, and its turns stay there.
 _STICKY = ("--assignment-mode", "min_load")
+# smg's word for the worker with the fewest requests, of all.
+_LEAST = ("--power-of-two-load-metric", "least_requests")
 ARMS: dict[str, Arm] = {
     arm.name: arm
     for arm in (
@@ -48,10 +52,12 @@ ARMS: dict[str, Arm] = {
         Arm("sglang-router", "cache_aware", twin="cache-aware"),
         Arm("sglang-router", "power_of_two"),
         Arm("sglang-router", "manual", _STICKY, twin="sticky", sessions=True),
-        Arm("smg", "round_robin", twin="round-robin", standard=False),
+        Arm("smg", "round_robin", twin="round-robin", sessions=False),
         Arm("smg", "cache_aware"),
+        Arm("smg", "power_of_two", _LEAST, rule="least_requests", twin="least-in-flight"),
         Arm("smg", "power_of_two", standard=False),
-        Arm("smg", "least_load"),
+        # By loads that it asks for every few seconds: what arrives at once goes to one engine.
+        Arm("smg", "least_load", standard=False),
         Arm("smg", "manual", _STICKY, twin="sticky", sessions=True),
     )
 }

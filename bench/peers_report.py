@@ -40,8 +40,9 @@ PAIRED = {
     "session_mean_seconds": ("session mean", False),
     "prefix_hit": ("prefix hit", True),
 }
-# Closer than this is a draw: two runs of one arm on one seed differ by as much.
-DRAW = 0.02
+# Closer than this is a draw: two runs of one arm on one seed differ by as much, since requests that are sent at once arrive in
+# another order each time.
+DRAW = 0.05
 
 
 def json_line(line: Figures) -> str:
@@ -140,7 +141,7 @@ def verdicts(lines: Sequence[Figures]) -> list[str]:
             spread = "" if len(ratios) == 1 else f", {min(ratios):.3f} to {max(ratios):.3f}"
             parts.append(f"{heading} {word} ({mean:.3f} x{spread})")
         if parts:
-            name = f"{workload}, {'warm' if epoch else 'cold'}, against {package}'s best ({ARMS[arm].policy})"
+            name = f"{workload}, {'warm' if epoch else 'cold'}, against {package}'s best ({arm.partition(':')[2]})"
             sentences.append(f"{name}: {'; '.join(parts)}")
     return sentences
 

@@ -81,8 +81,11 @@ def fleet_of(machines: Sequence[MachineConfig], time_scale: float) -> SimFleet:
 
 
 @asynccontextmanager
-async def running(arm: Arm, fleet: SimFleet) -> AsyncIterator[Running]:
-    """Started, ready, and stopped in the end. Raises ChildFailed; RuntimeError where a router cannot be installed."""
+async def running(arm: Arm, fleet: SimFleet, seed: int) -> AsyncIterator[Running]:
+    """Started, ready, and stopped in the end. seed: of rolloutd's ties, as in the simulation.
+
+    Raises ChildFailed; RuntimeError where a router cannot be installed.
+    """
     program = "" if arm.package == PRODUCT else await router_command(arm.package)
     with TemporaryDirectory(prefix="rolloutd-peers-") as folder:
         async with Children(Path(folder)) as children:
@@ -97,7 +100,7 @@ async def running(arm: Arm, fleet: SimFleet) -> AsyncIterator[Running]:
                 await children.until_ready(engine, lambda one=one: _answers(one, "/ready"), READY_SECONDS)  # type: ignore[misc]
             urls = tuple(f"http://{HOST}:{one}" for one in ports)
             if arm.package == PRODUCT:
-                front = await _start_rolloutd(children, fleet, urls, port)
+                front = await _start_rolloutd(children, fleet, seed, urls, port)
                 await children.until_ready(front, lambda: _listens(port), READY_SECONDS)
                 names = {child.pid: child.name for child in (*engines, front)}
                 target = f"{HOST}:{port}"
@@ -113,9 +116,13 @@ async def running(arm: Arm, fleet: SimFleet) -> AsyncIterator[Running]:
                 yield Running(urls, http, names, children)
 
 
-async def _start_rolloutd(children: Children, fleet: SimFleet, urls: tuple[str, ...], port: int) -> Child:
+async def _start_rolloutd(children: Children, fleet: SimFleet, seed: int, urls: tuple[str, ...], port: int) -> Child:
     configuration = children.folder / "rolloutd.yaml"
-    values = settings(fleet) | {"engine.poll_seconds": POLL_SECONDS / fleet.time_scale, "log.level": "warning"}
+    values = settings(fleet) | {
+        "engine.poll_seconds": POLL_SECONDS / fleet.time_scale,
+        "server.seed": seed,
+        "log.level": "warning",
+    }
     configuration.write_text(yaml.safe_dump(values, sort_keys=True))
     return await children.start(PRODUCT, serve_command(configuration, port, urls))
 
