@@ -11,7 +11,7 @@ What this module does not know: where the rollout goes next.
 
 from __future__ import annotations
 
-from rolloutd.scheduler import budgeting, lifecycle, publishing, queueing, versions
+from rolloutd.scheduler import budgeting, lifecycle, publishing, queueing, time_slice, versions
 from rolloutd.scheduler.actions import Progressed
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
@@ -40,18 +40,18 @@ def progress(world: World, event: AttemptProgress) -> None:
     if attempt.first_token_at is None:
         _first_token(world, attempt, event.prompt_tokens, event.cached_tokens)
     rollout.run.supply.add(event.generated_tokens - attempt.generated_tokens, now)
+    before_tokens = attempt.generated_tokens
     attempt.generated_tokens = event.generated_tokens
     attempt.engine.promises.note_written(attempt.promise, event.generated_tokens)
     attempt.progress_at = now
     _grow_claim(world, attempt)
     written = rollout.kept_tokens + event.generated_tokens
-    news = rollout.run.lengths.note_running(rollout.prompt_hash, rollout.kind, rollout.rollout_id, written)
-    entry = _waiting_siblings(rollout)
-    if news and entry is not None:
-        queueing.note_siblings(world, entry)
+    if rollout.run.lengths.note_running(rollout.prompt_hash, rollout.kind, rollout.rollout_id, written):
+        queueing.note_lengths(world, rollout)
     if rollout.spec.want_progress:
         run = rollout.run
         world.deliver(run, rollout.consumer_id, 0, Progressed(rollout.rollout_id, written, attempt.engine.engine_id))
+    time_slice.consider(world, attempt, before_tokens)
 
 
 def ended(world: World, event: AttemptEnded) -> None:
@@ -96,9 +96,7 @@ def ended(world: World, event: AttemptEnded) -> None:
         engine.note_success()  # also where it was thought to be stuck: a probe must come to an end
         _count_engine(attempt, piece)
         lifecycle.finish(world, rollout, Outcome.COMPLETED)
-        entry = _waiting_siblings(rollout)
-        if entry is not None:
-            queueing.note_siblings(world, entry)
+        queueing.note_lengths(world, rollout)
 
 
 def failed(world: World, event: AttemptFailed) -> None:
@@ -288,6 +286,9 @@ def _interrupted(world: World, rollout: Rollout, attempt: Attempt, reason: Abort
         lifecycle.requeue(world, rollout, "recalled from the engine's queue", keep=True)
     elif reason in (AbortReason.PUBLISH, AbortReason.MEMORY):
         lifecycle.requeue(world, rollout, f"interrupted ({reason.name.lower()})", keep=True)
+    elif reason is AbortReason.SLICE:
+        rollout.preemptions += 1
+        lifecycle.requeue(world, rollout, "its time slice is over", keep=time_slice.keeps_tokens(rollout))
     elif reason in (AbortReason.PREEMPT, AbortReason.BUDGET):
         rollout.preemptions += 1
         rollout.yielded += reason is AbortReason.PREEMPT

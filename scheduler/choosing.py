@@ -259,9 +259,13 @@ def _score_entry(world: World, entry: Entry, fixed: float, roomy: list[Engine], 
     hits = entry.hits
     facts.common_tokens = _common_hit(world, entry, hits) if hits else 0
     considered: list[Row] = []
+    waits_well = look.weights.prefix if entry.members[0].pieces else 0.0
     for engine, claim in open_to:
         fill_engine_facts(facts, entry, engine, claim)
         score = fixed + engine_score(facts, look.weights)
+        if waits_well:
+            # What an interrupted rollout has in a cache it does not lose by waiting: it says where to go on, not when.
+            score -= waits_well * facts.dearness
         considered.append(
             Row(engine.engine_id, score, facts.hit_tokens, facts.dearness, facts.slots_fill, facts.kv_fill)
         )

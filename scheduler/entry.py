@@ -66,7 +66,6 @@ class Entry:
         "labels",
         "lane",
         "leader_id",
-        "longest_tokens",
         "members",
         "most",
         "particular",
@@ -87,6 +86,7 @@ class Entry:
         "task_type",
         "text",
         "token_bytes",
+        "worst_tokens",
     )
 
     def __init__(
@@ -120,8 +120,8 @@ class Entry:
         self.queued_at = now
         self.deadline_at: float | None = None
         self.expected_tokens = 1.0
-        self.keyed_tokens = 1.0  # longest_tokens when the entry was last ordered
-        self.longest_tokens = 1.0  # expected of the longest member
+        self.keyed_tokens = 1.0  # worst_tokens when the entry was last ordered
+        self.worst_tokens = 1.0  # the first member may still write
         self.static_key = 0.0
         self.sequence = 0
         self.backlog: Backlog | None = None

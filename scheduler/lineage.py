@@ -26,7 +26,7 @@ MAX_QUEUED_PUBLICATIONS = 16
 
 
 class Lineage:
-    __slots__ = ("active", "held", "last", "lookups", "mark", "pool", "queue", "run_id", "version")
+    __slots__ = ("active", "held", "last", "lookups", "mark", "pool", "queue", "run_id", "undivided", "version")
 
     def __init__(self, run_id: str, pool: str) -> None:
         self.run_id = run_id
@@ -36,6 +36,7 @@ class Lineage:
         self.queue: deque[PolicyUpdate] = deque()
         self.last: PolicyUpdate | None = None  # the newest: what an engine that comes later needs
         self.held: dict[Entry, None] = {}  # entries that no engine may run with the version it holds
+        self.undivided = False  # no time slices any more, see `time_slice`
         self.mark = 0  # grows when an engine holds another version, or a version expires
         # (namespace, engines that count by cache key; None: all of them)
         self.lookups: list[tuple[Namespace, frozenset[str] | None]] = [(self.namespace(0), None)]

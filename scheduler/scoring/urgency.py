@@ -1,9 +1,8 @@
 """Urgency of the training step: how much later the step ends if this waits.
 
 With a deadline: 1 - slack / HORIZON_SECONDS, where slack = deadline - now - expected running time (WORKLOADS B.12).
-Without one, for CRITICAL work: ln(longest) / ln(LONGEST_TOKENS), where longest is what the longest rollout of the prompt's
-group is expected to write: a step ends with its slowest rollout, so what may take longest goes first. The scale is fixed,
-so keys made at different times compare.
+Without one, for CRITICAL work: ln(worst) / ln(LONGEST_TOKENS), where worst is what the rollout may still write at worst: a step
+ends with its slowest rollout, so what may take longest goes first. The scale is fixed, so keys made at different times compare.
 For other classes: 1 / (2 x steps until needed); 0 where nobody needs it by a step.
 """
 
@@ -34,7 +33,7 @@ def static(deadline_at: float | None, facts: Facts) -> float:
 
 def _untimed(facts: Facts) -> float:
     if facts.rollout_class is RolloutClass.CRITICAL:
-        return min(1.0, math.log(max(1.0, facts.longest_tokens)) / LOG_LONGEST)
+        return min(1.0, math.log(max(1.0, facts.worst_tokens)) / LOG_LONGEST)
     if facts.steps_away is not None:
         return 0.5 / max(1, facts.steps_away)
     return 0.0

@@ -27,7 +27,7 @@ def any_facts(draw: st.DrawFn) -> Facts:
     facts.hit_tokens = draw(COUNTS)
     facts.common_tokens = draw(COUNTS)
     facts.expected_tokens = draw(SIZES)
-    facts.longest_tokens = draw(SIZES)
+    facts.worst_tokens = draw(SIZES)
     facts.expected_seconds = draw(SIZES)
     facts.waited_seconds = draw(SIZES)
     facts.aging_seconds = draw(SIZES)
@@ -44,7 +44,7 @@ def any_facts(draw: st.DrawFn) -> Facts:
 def idle() -> Facts:
     """One idle engine, an empty prompt, age 0: everything that a max could be divided by is 0."""
     facts = Facts()
-    facts.expected_tokens = facts.longest_tokens = facts.aging_seconds = 0.0
+    facts.expected_tokens = facts.worst_tokens = facts.aging_seconds = 0.0
     return facts
 
 
