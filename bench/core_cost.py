@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
 from unittest import mock
 
 import numpy as np
@@ -22,6 +21,7 @@ from rich.table import Table
 from rolloutd.bench.core_load import CoreLoad
 from rolloutd.scheduler import choosing
 from rolloutd.scheduler.entry import Entry
+from rolloutd.scheduler.turns import Turn
 from rolloutd.server.core_build import core_words
 from rolloutd.server.garbage import Garbage
 
@@ -50,7 +50,7 @@ def hit_share(seed: int, exact: bool, dispatches: int = EXACT_DISPATCHES) -> flo
         _run_steps(load, dispatches)
     else:
         with (
-            mock.patch.object(choosing, "LOOKS", _every_entry),
+            mock.patch.object(choosing, "LOOK", _every_entry),
             mock.patch.object(choosing, "MAX_ENGINES_SCORED", ENGINES),
         ):
             _run_steps(load, dispatches)
@@ -62,8 +62,9 @@ def _run_steps(load: CoreLoad, dispatches: int) -> None:
         load.step(1)
 
 
-def _every_entry(turn: object, *_: object) -> Iterator[list[Entry]]:
-    yield [entry for entry in turn.backlog.entries() if not entry.held]  # type: ignore[attr-defined]
+def _every_entry(turn: Turn, *others: object) -> list[Entry] | None:
+    """In place of `choosing._bounded_look`, whose last argument is the number of the look."""
+    return [entry for entry in turn.backlog.entries() if not entry.held] if others[-1] == 0 else None
 
 
 def main() -> None:

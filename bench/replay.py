@@ -9,6 +9,7 @@ simulation.
 Invariants
 - Deterministic by `--seed`.
 - Arrivals are as recorded: a trainer that would have gone on earlier does not.
+- Settings that were changed while the server ran are followed only where no settings to try are named.
 - A rollout that never ended, or was cancelled, may write until its limit; recorded cancellations come at their times.
 
 What this module does not know: how fast the engines were (`--fitted` says so), and text prompts, which it refuses.
@@ -42,9 +43,11 @@ from rolloutd.scheduler.events import (
     Event,
     JoinEngine,
     PublishPolicy,
+    Reconfigure,
     SubmitRollouts,
 )
 from rolloutd.scheduler.machine import Scheduler
+from rolloutd.scheduler.reconfiguring import keeping_fixed
 from rolloutd.scheduler.spec import Acknowledgement, EngineFacts, RolloutSpec
 from rolloutd.server.config import load_config
 from rolloutd.server.config_keys import ConfigError
@@ -95,7 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         figures = figures_of("recorded", recorded(entries))
         for name, path in wanted.items():
             config = load_config(path, os.environ, {}).scheduler
-            figures += figures_of(name, replay(entries, config, timing, options.seed))
+            replayed = replay(entries, config, timing, options.seed, reconfigured=path is None)
+            figures += figures_of(name, replayed)
     except (ConfigError, EventLogError, OSError) as error:
         print(f"rolloutd replay: {error}", file=sys.stderr)
         return 1
@@ -116,18 +120,27 @@ def recorded(entries: Iterable[Entry]) -> Ends:
     return [(at - start, what) for at, what in entries if isinstance(what, End)]
 
 
-def replay(entries: Sequence[Entry], config: SchedulerConfig, timing: TimingModel, seed: int) -> Ends:
-    """Serve a log again. Raises EventLogError for one that cannot be: text prompts, or no engine in it."""
+def replay(
+    entries: Sequence[Entry], config: SchedulerConfig, timing: TimingModel, seed: int, *, reconfigured: bool = False
+) -> Ends:
+    """Serve a log again. Raises EventLogError for one that cannot be: text prompts, or no engine in it.
+
+    reconfigured: follow the recorded changes of settings too; else `config` holds throughout.
+    """
     if not any(isinstance(what, JoinEngine) for _, what in entries):
         raise EventLogError("the log names no engine: was it rotated? It needs its beginning")
-    replayed = _Replay(entries, config, timing, seed)
+    replayed = _Replay(entries, config, timing, seed, reconfigured)
     replayed.run()
     return replayed.ends
 
 
 class _Replay:
-    def __init__(self, entries: Sequence[Entry], config: SchedulerConfig, timing: TimingModel, seed: int) -> None:
+    def __init__(
+        self, entries: Sequence[Entry], config: SchedulerConfig, timing: TimingModel, seed: int, reconfigured: bool
+    ) -> None:
         self.ends: Ends = []
+        self._config = config
+        self._reconfigured = reconfigured
         self._simulation = Simulation(Scheduler(config, random.Random(seed), 0.0))
         self._timing = timing
         self._entries = entries
@@ -160,6 +173,10 @@ class _Replay:
                 specs = tuple(one for spec in event.specs for one in self._samples(event.run_id, spec))
                 self._open.update((event.run_id, spec.rollout_id) for spec in specs)
                 event = replace(event, specs=specs)
+            case Reconfigure():
+                if not self._reconfigured:
+                    return
+                event = Reconfigure(keeping_fixed(event.config, self._config))
             case PublishPolicy() if not event.update.path:
                 event = replace(event, update=replace(event.update, path="pushed"))  # nobody is there to push
         refused = [one for one in simulation.send(event) if isinstance(one, Refuse)]

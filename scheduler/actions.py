@@ -16,6 +16,7 @@ from typing import Any
 from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.result import RolloutResult
 from rolloutd.scheduler.states import AbortReason, PauseMode, RolloutState, UpdateState, Verb
+from rolloutd.scheduler.views import Decision
 
 
 @dataclass(init=False, slots=True)
@@ -169,12 +170,20 @@ class Finished:
         self.result = result
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False, slots=True)
 class GroupFinished:
     group_id: str
     complete: bool
     rollout_ids: tuple[str, ...]
     failed_rollout_ids: tuple[str, ...]
+
+    def __init__(
+        self, group_id: str, complete: bool, rollout_ids: tuple[str, ...], failed_rollout_ids: tuple[str, ...]
+    ) -> None:
+        self.group_id = group_id
+        self.complete = complete
+        self.rollout_ids = rollout_ids
+        self.failed_rollout_ids = failed_rollout_ids
 
 
 class NoticeKind(enum.IntEnum):
@@ -257,6 +266,23 @@ class Record:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A decision about a run rather than about one of its rollouts."""
+
+    decision: Decision
+
+
 Action = (
-    Dispatch | Abort | Control | PublishProgress | PublishEnded | Deliver | Undelivered | EndStream | Refuse | Record
+    Dispatch
+    | Abort
+    | Control
+    | PublishProgress
+    | PublishEnded
+    | Deliver
+    | Undelivered
+    | EndStream
+    | Refuse
+    | Record
+    | Decided
 )

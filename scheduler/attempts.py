@@ -11,7 +11,7 @@ What this module does not know: where the rollout goes next.
 
 from __future__ import annotations
 
-from rolloutd.scheduler import budgeting, lifecycle, publishing, queueing, time_slice, versions
+from rolloutd.scheduler import budgeting, lengths, lifecycle, publishing, queueing, time_slice, versions
 from rolloutd.scheduler.actions import Progressed
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
@@ -37,21 +37,35 @@ def progress(world: World, event: AttemptProgress) -> None:
         return
     rollout = attempt.rollout
     now = world.now
+    tokens = event.generated_tokens
     if attempt.first_token_at is None:
+        # Before its siblings are woken: they are ordered once, by all that is known.
+        written = rollout.kept_tokens + tokens
+        rollout.run.lengths.note_running(rollout.prompt_hash, rollout.kind, rollout.rollout_id, written)
         _first_token(world, attempt, event.prompt_tokens, event.cached_tokens)
-    rollout.run.supply.add(event.generated_tokens - attempt.generated_tokens, now)
-    before_tokens = attempt.generated_tokens
-    attempt.generated_tokens = event.generated_tokens
-    attempt.engine.promises.note_written(attempt.promise, event.generated_tokens)
+    rollout.run.supply.add(tokens - attempt.generated_tokens, now)
+    attempt.generated_tokens = tokens
+    attempt.engine.promises.note_written(attempt.promise, tokens)
     attempt.progress_at = now
-    _grow_claim(world, attempt)
-    written = rollout.kept_tokens + event.generated_tokens
-    if rollout.run.lengths.note_running(rollout.prompt_hash, rollout.kind, rollout.rollout_id, written):
+    if tokens >= attempt.look_tokens:
+        _look_at(world, attempt)
+
+
+def _look_at(world: World, attempt: Attempt) -> None:
+    """What follows from how much an attempt has written, and how much it has to write until something follows again."""
+    rollout = attempt.rollout
+    run = rollout.run
+    tokens = attempt.generated_tokens
+    kept = rollout.kept_tokens
+    enough = _grow_claim(world, attempt)
+    if run.lengths.note_running(rollout.prompt_hash, rollout.kind, rollout.rollout_id, kept + tokens):
         queueing.note_lengths(world, rollout)
+    slice_end = time_slice.consider(world, attempt)
     if rollout.spec.want_progress:
-        run = rollout.run
-        world.deliver(run, rollout.consumer_id, 0, Progressed(rollout.rollout_id, written, attempt.engine.engine_id))
-    time_slice.consider(world, attempt, before_tokens)
+        told = Progressed(rollout.rollout_id, kept + tokens, attempt.engine.engine_id)
+        world.deliver(run, rollout.consumer_id, 0, told)
+    else:
+        attempt.look_tokens = min(enough, slice_end, int((kept + tokens) * lengths.GROWTH) - kept + 1)
 
 
 def ended(world: World, event: AttemptEnded) -> None:
@@ -71,8 +85,7 @@ def ended(world: World, event: AttemptEnded) -> None:
         engine.note_success()
     _learn_speed(world, attempt, tokens)
     if attempt.first_token_at is not None:
-        cached = (attempt.token_bytes + piece.token_bytes)[: -TOKEN_BYTES if tokens else None]  # the last has no KV
-        _credit(world, attempt, cached)
+        _credit(world, attempt, attempt.token_bytes + piece.token_bytes[:-TOKEN_BYTES])  # the last has no KV
     _wake_followers(world, attempt)
     lifecycle.close_attempt(world, attempt, piece, piece.finish_reason if reason is None else reason.name.lower())
     if problem:
@@ -115,7 +128,7 @@ def failed(world: World, event: AttemptFailed) -> None:
     if event.fault in (FaultKind.BROKEN, FaultKind.SILENT, FaultKind.UNREACHED):
         was_open = engine.breaker_until > world.now
         engine.note_fault(world.now, event.message, settings)
-        rollout.excluded.add(engine.engine_id)
+        rollout.excluded |= {engine.engine_id}
         if engine.breaker_until > world.now:
             _look_again(world, engine, engine.breaker_until)
         if engine.breaker_until > world.now and not was_open:
@@ -175,6 +188,8 @@ def _first_token(world: World, attempt: Attempt, prompt_tokens: int, cached_toke
     engine.predicted_cached_tokens += attempt.predicted_tokens
     engine.cached_tokens += cached_tokens
     engine.prompt_tokens += prompt_tokens
+    rollout.run.prompt_tokens += prompt_tokens
+    rollout.run.cached_tokens += cached_tokens
     if attempt.token_bytes:
         if cached_tokens + engine.facts.page_tokens <= attempt.predicted_tokens:
             _discredit(world, attempt, cached_tokens)
@@ -187,10 +202,7 @@ def _first_token(world: World, attempt: Attempt, prompt_tokens: int, cached_toke
     if siblings is not None and siblings.leader_id == attempt.attempt_id:
         held = world.index.whole_pages(engine.cache_key, siblings.prompt_tokens)
         if held and attempt.kv_version == engine.version:
-            key = engine.cache_key
-            hits = {key: held, **siblings.hits}  # the longest, so it stands first
-            hits[key] = held
-            siblings.hits = hits
+            siblings.segments = [(world.index.flag(engine.cache_key), held), *siblings.segments]  # the longest first
         queueing.wake(world, siblings)
 
 
@@ -242,14 +254,15 @@ def _waiting_siblings(rollout: Rollout) -> Entry | None:
     return siblings if siblings is not None and siblings.members else None
 
 
-def _grow_claim(world: World, attempt: Attempt) -> None:
-    """Book more KV before the attempt outgrows what it booked."""
+def _grow_claim(world: World, attempt: Attempt) -> int:
+    """Book more KV before the attempt outgrows what it booked; returns with how many tokens to look again."""
     settings = world.config.budget
     sent = len(attempt.token_bytes) // TOKEN_BYTES
     most = sent + attempt.rollout.remaining_tokens
     page = attempt.engine.facts.page_tokens
-    if sent + attempt.generated_tokens + settings.headroom_tokens <= attempt.permit.kv_tokens:
-        return
+    enough = attempt.permit.kv_tokens - sent - settings.headroom_tokens
+    if attempt.generated_tokens <= enough:
+        return enough + 1
     wanted = min(most, sent + attempt.generated_tokens + settings.growth_tokens)
     wanted = -(-wanted // page) * page
     if wanted > attempt.permit.kv_tokens:
@@ -257,11 +270,15 @@ def _grow_claim(world: World, attempt: Attempt) -> None:
         run = attempt.rollout.run
         if budgeting.kv_exceeded(run, attempt.engine):
             budgeting.enforce(world, run, outgrown=True)
+    return attempt.permit.kv_tokens - sent - settings.headroom_tokens + 1
 
 
 def _learn_speed(world: World, attempt: Attempt, tokens: int) -> None:
     if attempt.first_token_at is not None and tokens >= 8:
-        attempt.engine.note_decode((world.now - attempt.first_token_at) / tokens)
+        engine = attempt.engine
+        engine.note_decode((world.now - attempt.first_token_at) / tokens)
+        if engine.room is not None:
+            engine.room.note_pace(engine)
 
 
 def _count_engine(attempt: Attempt, piece: Piece) -> None:
@@ -280,7 +297,7 @@ def _interrupted(world: World, rollout: Rollout, attempt: Attempt, reason: Abort
         lifecycle.finish(world, rollout, Outcome.DEADLINE_EXCEEDED)
     elif reason is AbortReason.NO_PROGRESS:
         attempt.engine.note_fault(world.now, "no progress", world.config.executor)
-        rollout.excluded.add(attempt.engine.engine_id)
+        rollout.excluded |= {attempt.engine.engine_id}
         _fault(world, rollout, f"engine {attempt.engine.engine_id} made no progress")
     elif reason is AbortReason.RECALL:
         lifecycle.requeue(world, rollout, "recalled from the engine's queue", keep=True)

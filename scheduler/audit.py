@@ -10,6 +10,8 @@ from rolloutd.scheduler.actions import Finished
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.lanes import SHUT_OUT
 from rolloutd.scheduler.ledger import NO_QUOTA
+from rolloutd.scheduler.rules.knobs import Knobs
+from rolloutd.scheduler.rules.rule import WEIGHT_NAMES
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.states import SHORT_TASKS, RolloutClass, RolloutState, TaskType
 from rolloutd.scheduler.world import World
@@ -88,9 +90,28 @@ def _check_engine(engine: Engine) -> None:
     _same(f"{name} promised in part", made.part_tokens, sum(one.rest_tokens for one in promises if not one.in_full))
 
 
+def _check_rules(world: World, run: Run) -> None:
+    name = run.run_id
+    _same(f"{name} rules", run.rules.rules, list(world.config.rules))
+    active = {view.name for view in run.rules.views() if view.active}
+    assert not run.ended or not active, f"{name} has ended and has rules that are active"
+    knobs, derived = run.rules.knobs, Knobs(rule.effects for rule in run.rules.rules if rule.name in active)
+    _same(f"{name} share factors", knobs.share_factors, derived.share_factors)
+    _same(f"{name} classes opened by rules", knobs.preempt, derived.preempt)
+    for one in WEIGHT_NAMES:
+        _same(f"{name} weight of {one}", knobs.weight(one, 1.0), derived.weight(one, 1.0))
+    _same(
+        f"{name} cap and engines",
+        (knobs.cap_factor, knobs.engines_factor),
+        (derived.cap_factor, derived.engines_factor),
+    )
+    _same(f"{name} knobs of its ledger", run.ledger.turned(), (knobs.cap_factor, knobs.share_factors))
+
+
 def _check_run(world: World, run: Run) -> None:
     name = run.run_id
     ledger = run.ledger
+    _check_rules(world, run)
     permits = [attempt.permit for attempt in world.attempts.values() if attempt.rollout.run is run]
     _same(f"{name} running", ledger.running, len(permits))
     _same(f"{name} kv", ledger.kv_tokens, sum(permit.kv_tokens for permit in permits))

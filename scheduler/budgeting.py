@@ -60,6 +60,11 @@ def lease_expired(world: World, run: Run) -> None:
     )
 
 
+def back_to_default(world: World, run: Run, message: str) -> None:
+    """Put the configured default budget in force."""
+    _apply(world, run, world.config.budget.default, NoticeKind.BUDGET_CHANGED, message)
+
+
 def _apply(world: World, run: Run, budget: Budget, notice: NoticeKind, message: str) -> None:
     run.ledger.adopt(budget)
     run.reserved_for = None  # it may fit now, or never

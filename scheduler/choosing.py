@@ -12,16 +12,18 @@ What this module does not know: whose turn it is, and what is done with the pair
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from rolloutd.scheduler import gates, queueing, turns
+from rolloutd.scheduler.common_prefix import common_hit
 from rolloutd.scheduler.considered import Row
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.lanes import HEADS_PER_LANE
-from rolloutd.scheduler.run import Run
-from rolloutd.scheduler.scoring import Facts, diversity, engine_score, entry_score
-from rolloutd.scheduler.states import Gate, TaskType
+from rolloutd.scheduler.roomy import Pass, Roomy
+from rolloutd.scheduler.scoring import diversity
+from rolloutd.scheduler.scoring.total import EntryTerms, clamp, engine_total
+from rolloutd.scheduler.states import Gate, RolloutClass, TaskType
 from rolloutd.scheduler.views import DecisionKind
 from rolloutd.scheduler.world import World
 
@@ -29,42 +31,44 @@ MAX_ENGINES_SCORED = 5  # for one entry; of more with room, `MAX_HOLDING_SCORED`
 MAX_HOLDING_SCORED = 2
 DEEP_HEADS_PER_LANE = 32  # entries looked at where the first ones wait for an engine or a prefix of their own
 DEEP_PAUSE_SECONDS = 0.1  # between two looks behind the first entries of lanes that found nothing
-PROBES = 16  # engines with room drawn at random, of which the emptiest is scored
+PROBES = 16  # engines with room drawn at random, of which the emptiest is scored; as many of those with the longest hit
 CHEAP_PREFILL = 0.05  # dearness never falls below this: among equals a cached prefix is still better than none
-
-Spaces = dict[Engine, dict[Run, gates.Space]]  # of one pass; an engine's go when something is booked there
+HEADS = (1, HEADS_PER_LANE, DEEP_HEADS_PER_LANE)  # of each lane, in one look after the other
 
 
 class Look:
     """One turn's look for a pair: what is the same for all its entries, and the best pair so far."""
 
     __slots__ = (
-        "by_key",
         "claim",
         "common_tokens",
         "emptiest",
         "engine",
         "entry",
-        "facts",
         "many",
         "score",
         "tie",
         "told",
         "weights",
+        "_common",
+        "_diverse",
+        "_is_critical",
         "_least_cost",
         "_mark",
+        "_now",
+        "_pass",
         "_prefix_weight",
+        "_roomy",
+        "_rows",
         "_run",
-        "_spaces",
+        "_terms",
         "_world",
     )
 
-    def __init__(self, world: World, turn: turns.Turn, roomy: list[Engine], spaces: Spaces) -> None:
+    def __init__(self, world: World, turn: turns.Turn, roomy: Roomy, one_pass: Pass) -> None:
         run = turn.run
         weights = self.weights = queueing.weights_of(world, run)
-        self.facts = queueing.turn_facts(world, run, turn.rollout_class, turn.pool)
-        self.many = len(roomy) > MAX_ENGINES_SCORED
-        self.by_key = {engine.cache_key: engine for engine in roomy}  # by their name in the index
+        self.many = len(roomy.engines) > MAX_ENGINES_SCORED
         self.emptiest: list[Engine] = []
         self.score = -1e9
         self.tie: float | None = None  # drawn when a second pair has the same score
@@ -75,97 +79,162 @@ class Look:
         self.told: list[Row] = []  # engines scored for the entry that is best so far
         self._world = world
         self._run = run
-        self._mark = run.lineage(turn.pool).mark
+        self._roomy = roomy
+        self._pass = one_pass
+        self._now = world.now
+        self._mark = queueing.hits_mark(world, run.lineage(turn.pool))
+        self._is_critical = turn.rollout_class is RolloutClass.CRITICAL
+        token_seconds = queueing.pool_token_seconds(world, run, turn.pool)
+        self._terms = EntryTerms(
+            weights, turn.rollout_class, world.now, world.config.queue.aging_seconds, token_seconds
+        )
+        self._diverse: dict[str, float] = {}  # stratum -> what it is worth now
         # Of engine terms one adds: at most the share of the longest hit here. One takes away: at least the emptiest's slots.
         self._prefix_weight = max(0.0, weights.prefix)
-        self._least_cost = 0.0
-        if weights.cost > 0.0:
-            least = 1.0
-            for engine in roomy:
-                least = min(least, (engine.slots_used + 1) / engine.facts.slots)
-            self._least_cost = weights.cost * least
-        self._spaces = spaces
+        self._least_cost = weights.cost * roomy.least_fill if weights.cost > 0.0 else 0.0
+        self._common = -1
+        self._rows: list[Row] = []
+
+    def diverse(self, stratum: str) -> float:
+        """What entries of this stratum get for it."""
+        worth = self._diverse.get(stratum)
+        if worth is None:
+            share, target = self._run.mix.shares(stratum)
+            worth = self._diverse[stratum] = self.weights.diversity * clamp(diversity.missing(target, share))
+        return worth
 
     def outlook(self, entry: Entry) -> None:
         """Note what an entry could score: at best on any engine, and the part of it that no engine changes."""
-        world = self._world
-        if world.now - entry.hits_at >= queueing.HITS_FRESH_SECONDS or entry.hits_mark != self._mark:
-            queueing.refresh_hits(world, entry)
-        facts = self.facts
-        queueing.fill_facts(world, entry, facts)
-        fixed = entry_score(facts, self.weights)
+        if self._now - entry.hits_at >= queueing.HITS_FRESH_SECONDS or entry.hits_mark != self._mark:
+            queueing.refresh_hits(self._world, entry)
+        steps: int | None = None
+        if not self._is_critical:  # of critical work it makes no difference, and asking a member is dear: it is cold
+            step = entry.members[0].needed_by_step
+            steps = None if step is None else step - self._run.step
+        worth = self._diverse.get(entry.stratum)
+        fixed = self._terms.score(
+            entry.queued_at,
+            entry.deadline_at,
+            entry.expected_tokens,
+            entry.worst_tokens,
+            steps,
+            self.diverse(entry.stratum) if worth is None else worth,
+        )
         entry.fixed = fixed
-        entry.most = fixed - self._least_cost
-        hits = entry.hits
-        if hits:
-            here = self.by_key
-            longest = 0
-            if 2 * len(here) < len(hits):
-                for key in here:
-                    longest = max(longest, hits.get(key, 0))
-            else:
-                for key, hit in hits.items():  # longest first
-                    if key in here:
-                        longest = hit
-                        break
-            entry.most += self._prefix_weight * longest / entry.prompt_tokens
+        most = fixed - self._least_cost
+        mask = self._roomy.mask
+        for holders, tokens in entry.segments:  # longest first
+            if holders & mask:
+                most += self._prefix_weight * tokens / entry.prompt_tokens
+                break
+        entry.most = most
 
-    def space(self, engine: Engine) -> gates.Space:
-        """What the engine has left for the run; of use until something is booked there."""
-        spaces = self._spaces.get(engine)
-        if spaces is None:
-            spaces = self._spaces[engine] = {}
-        space = spaces.get(self._run)
-        if space is None:
-            space = spaces[self._run] = gates.Space(self._world, self._run, engine)
-        return space
+    def begin(self) -> None:
+        """Another entry is scored now."""
+        self._common = -1
+        self._rows = []
 
-    def holding(self, hits: dict[str, int]) -> list[Engine]:
-        """Of the engines with room, those with the longest hits."""
-        by_key = self.by_key
-        if len(by_key) < len(hits):
-            held = [(-hits[key], engine.fill(), key) for key, engine in by_key.items() if key in hits]
+    def ask(self, entry: Entry, engine: Engine) -> Gate:
+        """Whether the engine takes the entry; if so the pair is scored, and kept where it is the best so far."""
+        gate, claim = self._pass.space(self._run, engine).gate(entry)
+        if gate is not Gate.OPEN:
+            return gate
+        segments = entry.segments
+        hit = 0
+        if segments:
+            hit = self._world.index.held(segments, engine.cache_key)
+            if self._common < 0:
+                self._common = common_hit(self._world, entry)
+        elif self._common < 0:
+            self._common = 0
+        capacity = engine.facts.kv_capacity_tokens
+        dear = dearness(entry, engine)
+        slots_fill = (engine.slots_used + 1) / engine.facts.slots
+        kv_fill = (engine.kv_claimed_tokens + claim) / capacity if capacity else 0.0
+        score = entry.fixed + engine_total(
+            self.weights, hit - self._common, entry.prompt_tokens, dear, slots_fill, kv_fill
+        )
+        if entry.resumed:
+            # What an interrupted rollout has in a cache it does not lose by waiting: it says where to go on, not when.
+            score -= self._prefix_weight * dear
+        self._rows.append(Row(engine.engine_id, score, hit, dear, slots_fill, kv_fill))
+        if score > self.score:
+            self.tie = None
+        elif score == self.score:
+            tie = self._world.rng.random()
+            if self.tie is None:
+                self.tie = self._world.rng.random()
+            if tie <= self.tie:
+                return gate
+            self.tie = tie
         else:
-            held = [(-hit, by_key[key].fill(), key) for key, hit in hits.items() if key in by_key]
-        held.sort()
-        return [by_key[key] for _, _, key in held[:MAX_HOLDING_SCORED]]
+            return gate
+        self.score = score
+        self.entry, self.engine, self.claim = entry, engine, claim
+        self.common_tokens = self._common
+        self.told = self._rows
+        return gate
 
-    def emptiest_first(self, roomy: list[Engine]) -> list[Engine]:
-        """Engines with room: `PROBES` of them drawn at random, emptiest first, then the others."""
+    def holding(self, entry: Entry) -> list[Engine]:
+        """Of the engines with room, some with the longest hits, emptiest first."""
+        found: list[Engine] = []
+        rest = self._roomy.mask
+        world = self._world
+        members = world.rooms[entry.pool].members
+        for holders, _ in entry.segments:
+            here = holders & rest
+            if here:
+                rest ^= here
+                start = int(world.rng.random() * here.bit_length())  # or those with the lowest bits would get all
+                some = [members[key] for key in world.index.some_of(here, PROBES, start)]
+                some.sort(key=Engine.fill)
+                found += some[: MAX_HOLDING_SCORED - len(found)]
+                if len(found) >= MAX_HOLDING_SCORED:
+                    break
+        return found
+
+    def emptiest_first(self) -> list[Engine]:
+        """`PROBES` engines with room, drawn at random, emptiest first."""
         if not self.emptiest:
-            start = self._world.rng.randrange(len(roomy))
-            drawn = roomy[start : start + PROBES] + roomy[: max(0, start + PROBES - len(roomy))]
-            drawn.sort(key=Engine.fill)
-            self.emptiest = (
-                drawn + [engine for engine in roomy if engine not in drawn] if len(roomy) > PROBES else drawn
-            )
+            roomy = self._roomy.engines
+            start = int(self._world.rng.random() * len(roomy))
+            self.emptiest = roomy[start : start + PROBES] + roomy[: max(0, start + PROBES - len(roomy))]
+            self.emptiest.sort(key=Engine.fill)
         return self.emptiest
 
 
 def choose(
     world: World,
     turn: turns.Turn,
-    roomy: list[Engine],
+    roomy: Roomy,
     tasks: frozenset[TaskType],
     closed: Gate,
-    spaces: Spaces,
+    one_pass: Pass,
 ) -> tuple[Look | None, Gate]:
     """The best pair of a bounded number of entries and engines; None and the last closed gate where nothing may start.
 
     Entries are taken in the order of the best score they could have on any engine, until no other can beat the best pair: gates
     are asked and engines scored for a few of them only.
     """
-    look = Look(world, turn, roomy, spaces)
+    look = Look(world, turn, roomy, one_pass)
     seen: set[int] = set()
     ledger = turn.run.ledger
     owed: frozenset[TaskType] = frozenset()
     if ledger.has_floors and not ledger.class_owed(turn.rollout_class):
-        owed = frozenset(one for one in tasks if ledger.task_owed(one))
-    for entries in LOOKS(turn, roomy, look, tasks, owed):
-        deeper = turn.overdue or bool(owed)  # what was seen may not start for reasons of its own: look behind it
-        hopeful = [entry for entry in entries if entry.sequence not in seen]
+        owed = frozenset([one for one in tasks if ledger.task_owed(one)])
+    deeper = turn.overdue or bool(owed)  # what was seen may not start for reasons of its own: look behind it
+    stage = 0
+    while True:
+        entries = LOOK(turn, roomy, look, tasks, owed, stage)
+        if entries is None:
+            break
+        stage += 1
+        if not entries:
+            continue
+        hopeful = [entry for entry in entries if entry.sequence not in seen] if seen else entries
         for entry in hopeful:
             look.outlook(entry)
+        deeper = turn.overdue or bool(owed)
         while hopeful:
             entry = _most_hopeful(hopeful)
             seen.add(entry.sequence)
@@ -175,7 +244,7 @@ def choose(
                 gate = Gate.HELD_FOR_PREFIX
                 world.decide(DecisionKind.HELD, entry.members[0], "its prefix is being computed", gate=gate)
             else:
-                gate = _score_entry(world, entry, entry.fixed, roomy, look)
+                gate = _score_entry(entry, roomy, look)
             if gate is not Gate.OPEN:
                 closed = gate
                 deeper = deeper or gate in (Gate.HELD_FOR_PREFIX, Gate.NO_ENGINE, Gate.POLICY_VERSION)
@@ -208,133 +277,66 @@ def _most_hopeful(entries: list[Entry]) -> Entry:
     return best
 
 
-def _bounded_looks(
-    turn: turns.Turn, roomy: list[Engine], look: Look, tasks: frozenset[TaskType], owed: frozenset[TaskType]
-) -> Iterator[list[Entry]]:
-    """Entries to score, one look after the other.
+def _bounded_look(
+    turn: turns.Turn, roomy: Roomy, look: Look, tasks: frozenset[TaskType], owed: frozenset[TaskType], stage: int
+) -> list[Entry] | None:
+    """Entries to score in the look number `stage`, none where there is nothing for it; None after the last look.
 
     For whom room is kept (nobody else may have it, so it must be seen), tasks below their floor, who is overdue, the first of
     each lane, the rest.
     """
-    mix = turn.run.mix
     backlog = turn.backlog
-    weight = look.weights.diversity
-
-    def lane_bonus(stratum: str) -> float:
-        share, target = mix.shares(stratum)
-        return weight * diversity.missing(target, share)
-
-    keys = [engine.cache_key for engine in roomy]
-    keepers = [engine.reserved_for for engine in roomy if engine.reserved_for is not None]
-    if turn.run.reserved_for is not None:
-        keepers.append(turn.run.reserved_for)
-    kept = [one for one in keepers if one.backlog is backlog and not one.held]
-    if kept:
-        yield [one for one in kept if one.task_type in tasks]
-    if owed:
-        yield backlog.candidates(keys, lane_bonus, owed, HEADS_PER_LANE)
-    oldest = backlog.oldest()
-    if turn.overdue and oldest is not None and not oldest.held and oldest.task_type in tasks:
-        yield [oldest]
-    for heads in (1, HEADS_PER_LANE, DEEP_HEADS_PER_LANE):
-        yield backlog.candidates(keys, lane_bonus, tasks, heads)
+    if stage == 0:
+        keepers = [engine.reserved_for for engine in roomy.keepers if engine.reserved_for is not None]
+        if turn.run.reserved_for is not None:
+            keepers.append(turn.run.reserved_for)
+        return [one for one in keepers if one.backlog is backlog and not one.held and one.task_type in tasks]
+    if stage == 1:
+        return backlog.candidates(roomy.keys, look.diverse, owed, HEADS_PER_LANE) if owed else []
+    if stage == 2:
+        oldest = backlog.oldest() if turn.overdue else None
+        return [oldest] if oldest is not None and not oldest.held and oldest.task_type in tasks else []
+    if stage - 3 < len(HEADS):
+        return backlog.candidates(roomy.keys, look.diverse, tasks, HEADS[stage - 3])
+    return None
 
 
 # A variable, so that a benchmark can put an exact scan in its place: compiled, a call of a function is bound for good.
-LOOKS: Callable[[turns.Turn, list[Engine], Look, frozenset[TaskType], frozenset[TaskType]], Iterator[list[Entry]]] = (
-    _bounded_looks
+LOOK: Callable[[turns.Turn, Roomy, Look, frozenset[TaskType], frozenset[TaskType], int], list[Entry] | None] = (
+    _bounded_look
 )
 
 
-def _score_entry(world: World, entry: Entry, fixed: float, roomy: list[Engine], look: Look) -> Gate:
-    """Score one entry on the engines worth looking at; returns OPEN when at least one would take it.
+def _score_entry(entry: Entry, roomy: Roomy, look: Look) -> Gate:
+    """Score one entry on the engines worth looking at; returns OPEN when at least one would take it, else a closed gate.
 
-    fixed: the part of its score that no engine changes.
+    All of a few engines. Of many: those with the longest hits, and the first one open of the others, emptiest first.
     """
-    open_to, gate = _open_engines(entry, roomy, look)
-    if not open_to:
-        return gate
-    facts = look.facts
-    facts.prompt_tokens = entry.prompt_tokens
-    hits = entry.hits
-    facts.common_tokens = _common_hit(world, entry, hits) if hits else 0
-    considered: list[Row] = []
-    waits_well = look.weights.prefix if entry.members[0].pieces else 0.0
-    for engine, claim in open_to:
-        fill_engine_facts(facts, entry, engine, claim)
-        score = fixed + engine_score(facts, look.weights)
-        if waits_well:
-            # What an interrupted rollout has in a cache it does not lose by waiting: it says where to go on, not when.
-            score -= waits_well * facts.dearness
-        considered.append(
-            Row(engine.engine_id, score, facts.hit_tokens, facts.dearness, facts.slots_fill, facts.kv_fill)
-        )
-        if score < look.score:
-            continue
-        if score == look.score:
-            tie = world.rng.random()
-            if look.tie is None:
-                look.tie = world.rng.random()
-            if tie <= look.tie:
-                continue
-            look.tie = tie
-        else:
-            look.tie = None
-        look.score = score
-        look.entry, look.engine, look.claim = entry, engine, claim
-        look.common_tokens = facts.common_tokens
-        look.told = considered
-    return Gate.OPEN
+    look.begin()
+    result = Gate.NO_ENGINE
+    if not look.many:
+        for engine in roomy.engines:
+            result = _sum_up(result, look.ask(entry, engine))
+        return result
+    holding = look.holding(entry)
+    for engine in holding:
+        result = _sum_up(result, look.ask(entry, engine))
+    drawn = look.emptiest_first()
+    for some in (drawn, roomy.engines) if len(drawn) < len(roomy.engines) else (drawn,):
+        for engine in some:
+            if engine not in holding:
+                gate = look.ask(entry, engine)
+                result = _sum_up(result, gate)
+                if gate is Gate.OPEN:
+                    return result
+    return result
 
 
-def _open_engines(entry: Entry, roomy: list[Engine], look: Look) -> tuple[list[tuple[Engine, int]], Gate]:
-    """Engines worth scoring that would take the entry, with the KV tokens to book; or the gate that is closed everywhere.
-
-    All of a few. Of many: those with the longest hits, and the first one open of the others, emptiest first.
-    """
-    closed = Gate.NO_ENGINE
-    open_to: list[tuple[Engine, int]] = []
-    holding = look.holding(entry.hits) if look.many else []
-    others = look.emptiest_first(roomy) if look.many else roomy
-    for asked, until_first in ((holding, False), (others, look.many)):
-        for engine in asked:
-            if until_first and engine in holding:
-                continue
-            gate, claim = look.space(engine).gate(entry)
-            if gate is Gate.OPEN:
-                open_to.append((engine, claim))
-                if until_first:
-                    break
-            elif gate is not Gate.NO_ENGINE or closed is Gate.NO_ENGINE:
-                closed = gate
-    return open_to, closed
-
-
-def _common_hit(world: World, entry: Entry, hits: dict[str, int]) -> int:
-    """Tokens of the prompt that every live engine of the pool has: they favour nobody."""
-    fewest = -1
-    engines = 0
-    remaining = entry.members[0].remaining_tokens
-    for engine in world.rooms[entry.pool].members.values():
-        if engine.lost or engine.draining:
-            continue
-        hit = hits.get(engine.cache_key, 0)
-        if not gates.could_serve(world, entry, engine, remaining):
-            continue
-        if not hit:
-            return 0
-        engines += 1
-        fewest = hit if fewest < 0 else min(fewest, hit)
-    return fewest if engines > 1 else 0
-
-
-def fill_engine_facts(facts: Facts, entry: Entry, engine: Engine, claim: int) -> None:
-    """The engine side of the facts, as if the entry's first member were placed there."""
-    facts.hit_tokens = entry.hits.get(engine.cache_key, 0)
-    facts.dearness = dearness(entry, engine)
-    facts.slots_fill = (engine.slots_used + 1) / engine.facts.slots
-    capacity = engine.facts.kv_capacity_tokens
-    facts.kv_fill = (engine.kv_claimed_tokens + claim) / capacity if capacity else 0.0
+def _sum_up(sofar: Gate, gate: Gate) -> Gate:
+    """Of two engines' gates: OPEN, else the one that says more."""
+    if sofar is Gate.OPEN or (gate is Gate.NO_ENGINE and sofar is not Gate.NO_ENGINE):
+        return sofar
+    return gate
 
 
 def dearness(entry: Entry, engine: Engine) -> float:

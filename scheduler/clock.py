@@ -23,6 +23,7 @@ from rolloutd.scheduler import (
 from rolloutd.scheduler.actions import NoticeKind
 from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.rollout import Rollout
+from rolloutd.scheduler.rules import watch
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.states import AbortReason, Code, Gate, Outcome, RolloutState
 from rolloutd.scheduler.timers import TimerKind
@@ -57,6 +58,8 @@ def fire_due(world: World) -> None:
                 updating.due(world, subject)
             case TimerKind.PLACE:
                 world.dirty = True
+            case TimerKind.RULES:
+                watch.due(world)
             case TimerKind.HOUSEKEEPING:
                 _housekeeping(world)
             case TimerKind.ENGINE:
@@ -175,6 +178,7 @@ def _housekeeping(world: World) -> None:
             del world.runs[run.run_id]
             publishing.forget_run(world, run)
             for lineage in run.lineages.values():
+                world.unseen.pop(lineage, None)
                 world.index.drop_owner(lineage.owner)
     if any(run.ledger.queued for run in world.runs.values()):
         world.dirty = True  # waits, engine back-offs and reservations change with time alone

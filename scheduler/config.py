@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rolloutd.scheduler.rules.rule import Rule
 from rolloutd.scheduler.spec import Budget
 
 
@@ -41,6 +42,7 @@ class QueueSettings:
     large_reserve_seconds: float = 10.0  # a rollout too large for any gap gets an engine kept free for it after this
     decision_ring: int = 4096
     max_strata: int = 64
+    rule_period_seconds: float = 10.0  # between two looks at the metrics of rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,3 +142,4 @@ class SchedulerConfig:
     publish: PublishSettings = PublishSettings()
     delivery: DeliverySettings = DeliverySettings()
     index: IndexSettings = IndexSettings()
+    rules: tuple[Rule, ...] = ()

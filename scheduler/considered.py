@@ -8,8 +8,7 @@ What this module does not know: why an engine was not considered at all.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from rolloutd.scheduler.scoring import TERMS, Facts, clamp
 
@@ -26,23 +25,38 @@ class Candidate:
     score: float
 
 
-class Row(NamedTuple):
-    """One engine as the choice saw it, for the entry that was chosen."""
+class Row:
+    """One engine as the choice saw it, for the entry that was chosen. (A plain class: made for every pair that is scored.)"""
 
-    engine_id: str
-    score: float
-    hit_tokens: int
-    dearness: float
-    slots_fill: float
-    kv_fill: float
+    __slots__ = ("dearness", "engine_id", "hit_tokens", "kv_fill", "score", "slots_fill")
+
+    def __init__(
+        self, engine_id: str, score: float, hit_tokens: int, dearness: float, slots_fill: float, kv_fill: float
+    ) -> None:
+        self.engine_id = engine_id
+        self.score = score
+        self.hit_tokens = hit_tokens
+        self.dearness = dearness
+        self.slots_fill = slots_fill
+        self.kv_fill = kv_fill
+
+    def __repr__(self) -> str:
+        numbers = (self.score, self.hit_tokens, self.dearness, self.slots_fill, self.kv_fill)
+        return f"Row({self.engine_id!r}, {numbers})"
 
 
-@dataclass(slots=True)
 class Considered:
-    """facts: the entry's side; its engine side is filled from a row when the terms are asked for."""
+    """facts: the entry's side; its engine side is filled from a row when the terms are asked for. Left out of the words for it, which
+    would name an address: events and actions in words are what runs are compared by."""
 
-    facts: Facts = field(default_factory=Facts)
-    rows: list[Row] = field(default_factory=list)
+    __slots__ = ("facts", "rows")
+
+    def __init__(self, facts: Facts, rows: list[Row]) -> None:
+        self.facts = facts
+        self.rows = rows
+
+    def __repr__(self) -> str:
+        return f"Considered(rows={self.rows!r})"
 
     def candidates(self) -> tuple[Candidate, ...]:
         """The best few, best first."""
@@ -56,4 +70,4 @@ class Considered:
         return tuple(told)
 
 
-NOTHING = Considered()
+NOTHING = Considered(Facts(), [])

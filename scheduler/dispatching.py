@@ -23,18 +23,21 @@ from rolloutd.scheduler.states import Gate, OnPreempt, RolloutClass, RolloutStat
 from rolloutd.scheduler.views import DecisionKind
 from rolloutd.scheduler.world import World
 
+CLASS_NAMES = tuple(one.name for one in RolloutClass)  # by value; an enum's own look-up of its name is dear
+
 
 def dispatch(world: World, look: Look, batch_id: int) -> None:
     """Book the permit and send the entry's first member."""
     entry, engine = look.entry, look.engine
     if entry is None or engine is None:
         raise AssertionError("nothing was chosen")
-    queueing.fill_facts(world, entry, look.facts)
-    look.facts.common_tokens = look.common_tokens
+    facts = queueing.entry_facts(world, entry)
+    facts.common_tokens = look.common_tokens
     run = entry.run
     rollout = entry.members[0]
     expected = entry.expected_tokens
-    predicted = min(entry.hits.get(engine.cache_key, 0), most_cacheable(entry.prompt_tokens, engine.facts.page_tokens))
+    held = world.index.held(entry.segments, engine.cache_key) if entry.segments else 0
+    predicted = min(held, most_cacheable(entry.prompt_tokens, engine.facts.page_tokens))
     token_bytes, text = entry.token_bytes, entry.text
     queueing.take(world, rollout)
     permit = Permit(engine, run.ledger, run.run_id, rollout.rollout_class, rollout.task_type, look.claim)
@@ -70,10 +73,10 @@ def dispatch(world: World, look: Look, batch_id: int) -> None:
     world.decide(
         DecisionKind.DISPATCHED,
         rollout,
-        f"{entry.rollout_class.name}, waited {world.now - rollout.submitted_at:.3f} s",
+        f"{CLASS_NAMES[entry.rollout_class]}, waited {round(1e3 * (world.now - rollout.submitted_at))} ms",
         batch_id=batch_id,
         engine_id=engine.engine_id,
-        considered=Considered(look.facts, look.told),
+        considered=Considered(facts, look.told),
     )
     spec = rollout.spec
     sampling = dict(spec.sampling)

@@ -21,7 +21,7 @@ from rolloutd.scheduler.versions import ANYTHING, Requirement
 
 if TYPE_CHECKING:
     from rolloutd.scheduler.engine import Engine
-    from rolloutd.scheduler.lanes import Backlog, Lane
+    from rolloutd.scheduler.lanes import Backlog, Lane, LaneKey
     from rolloutd.scheduler.rollout import Rollout
     from rolloutd.scheduler.run import Run
     from rolloutd.scheduler.timers import Timer
@@ -56,7 +56,6 @@ class Entry:
         "fixed",
         "held_at",
         "held_gate",
-        "hits",
         "hits_at",
         "hits_mark",
         "hold_timer",
@@ -65,7 +64,9 @@ class Entry:
         "keyed_tokens",
         "labels",
         "lane",
+        "lane_key",
         "leader_id",
+        "looked_at",
         "members",
         "most",
         "particular",
@@ -73,8 +74,10 @@ class Entry:
         "prompt_hash",
         "prompt_tokens",
         "queued_at",
+        "resumed",
         "rollout_class",
         "run",
+        "segments",
         "sequence",
         "servers",
         "servers_mark",
@@ -117,6 +120,7 @@ class Entry:
         self.members: deque[Rollout] = deque()
         self.evaluation = False  # its data are for evaluation; set before it joins a backlog
         self.continuation = False  # a later turn or a resumed rollout: its context is resident somewhere
+        self.resumed = False  # of these, one that was interrupted; set before it joins
         self.queued_at = now
         self.deadline_at: float | None = None
         self.expected_tokens = 1.0
@@ -127,15 +131,17 @@ class Entry:
         self.backlog: Backlog | None = None
         self.arrival = 0  # order of arrival: breaks ties of equal keys
         self.lane: Lane | None = None  # that holds it
+        self.lane_key: LaneKey | None = None  # of the lane that it was in last
+        self.looked_at = 0  # in which look of its backlog it was found last
         self.affine: tuple[str, ...] = ()  # engines whose affinity heap holds this entry
         self.leader_id: str | None = None  # attempt whose first token this entry waits for
         self.held_gate = Gate.OPEN
         self.held_at = 0.0
         self.hold_timer: Timer | None = None
-        self.hits: dict[str, int] = {}  # engine cache key -> cached tokens, longest first
+        self.segments: list[tuple[int, int]] = []  # who has its prompt cached, as `PrefixIndex.segments` says it
         self.keeps_room = False  # an engine is reserved for it, see `gates.note_blocked`
         self.hits_at = -1.0
-        self.hits_mark = -1  # of the lineage, when they were looked up
+        self.hits_mark = -1  # `queueing.hits_mark`, when they were looked up
         self.particular = False  # not every policy version may run it; set before it joins a backlog
         self.stems: tuple[tuple[str, int, int], ...] | None = None
         self.blocked_since: float | None = None

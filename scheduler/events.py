@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rolloutd.scheduler.config import SchedulerConfig
 from rolloutd.scheduler.kv_changes import KvChange
 from rolloutd.scheduler.result import Piece
 from rolloutd.scheduler.spec import (
@@ -27,6 +28,13 @@ from rolloutd.scheduler.states import FaultKind
 class ConfigureRun:
     run_id: str
     settings: RunSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Reconfigure:
+    """Other settings from now on, rules among them. Refused when one differs that is fixed while the core runs."""
+
+    config: SchedulerConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +268,7 @@ class Tick:
 
 Event = (
     ConfigureRun
+    | Reconfigure
     | PauseRun
     | ResumeRun
     | EndRun

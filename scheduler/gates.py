@@ -73,8 +73,10 @@ class Space:
         remaining = rollout.remaining_tokens
         if not could_serve(world, entry, engine, remaining):
             return Gate.NO_ENGINE, 0
-        if entry.particular and not versions.fits(entry.run.lineage(entry.pool), rollout, engine):
-            return Gate.POLICY_VERSION, 0
+        if entry.particular:
+            lineage = entry.run.lineage(entry.pool)
+            if lineage.unseen or not versions.fits(lineage, rollout, engine):
+                return Gate.POLICY_VERSION, 0
         short = entry.short
         if self._short_only and not short:
             return Gate.SHORT_RESERVED, 0

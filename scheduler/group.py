@@ -9,10 +9,16 @@ What this module does not know: prompts and queues (a group's members may have d
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rolloutd.scheduler.entry import Entry
+
 
 class Group:
     __slots__ = (
         "consumer_id",
+        "entry",
         "failed",
         "finished",
         "group_id",
@@ -29,6 +35,7 @@ class Group:
         self.stated_size = 0  # the size a submission gave; 0: none did
         self.consumer_id = consumer_id  # who opened it; once it has finished, who is told
         self.members: list[str] = []  # rollout ids in order of submission
+        self.entry: Entry | None = None  # that its last member joined when it came
         self.finished = 0
         self.failed: list[str] = []
         self.unacknowledged = 0

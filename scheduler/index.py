@@ -102,6 +102,11 @@ class PrefixIndex(PrefixForest):
         holder = self._engines.get(engine)
         return None if holder is None else holder.bit
 
+    def flag(self, engine: str) -> int:
+        """The engine's bit as a mask, as in `segments`; 0 if unknown."""
+        holder = self._engines.get(engine)
+        return 0 if holder is None else holder.flag
+
     # ---- look-up
 
     def segments(self, namespace: Namespace, tokens: bytes, touch: bool = True) -> list[tuple[int, int]]:
@@ -155,6 +160,44 @@ class PrefixIndex(PrefixForest):
         if holder is not None:
             for mask, tokens in segments:
                 if mask >> bit & 1:
+                    return tokens - tokens % holder.unit_tokens
+        return 0
+
+    def longest(self, segments: list[tuple[int, int]], most: int) -> list[tuple[str, int]]:
+        """(engine, tokens held as `match` counts them) of up to `most` engines, longest first."""
+        found: list[tuple[str, int]] = []
+        rest = self._live
+        for mask, length in segments:
+            fresh = mask & rest
+            rest ^= fresh
+            while fresh:
+                if len(found) == most:
+                    return found
+                holder = self._by_bit[(fresh & -fresh).bit_length() - 1]
+                fresh &= fresh - 1
+                if holder is not None and (hit := length - length % holder.unit_tokens):
+                    found.append((holder.name, hit))
+        return found
+
+    def some_of(self, mask: int, most: int, start: int) -> list[str]:
+        """Up to `most` engines of a mask, from bit number `start` on and then from the first."""
+        found: list[str] = []
+        later = mask >> start << start
+        for part in (later, mask ^ later):
+            while part and len(found) < most:
+                holder = self._by_bit[(part & -part).bit_length() - 1]
+                part &= part - 1
+                if holder is not None:
+                    found.append(holder.name)
+        return found
+
+    def held(self, segments: list[tuple[int, int]], engine: str) -> int:
+        """Tokens that an engine holds, as `match` counts them."""
+        holder = self._engines.get(engine)
+        if holder is not None:
+            flag = holder.flag
+            for mask, tokens in segments:
+                if mask & flag:
                     return tokens - tokens % holder.unit_tokens
         return 0
 

@@ -47,6 +47,7 @@ class PrefixForest:
         self._capped = 0  # those of them that have a cap
         self._doomed = 0  # bits of engines that are gone, not cleaned off the trees yet
         self._holders_by_mask: dict[int, tuple[Engine, ...]] = {}
+        self.unseated = 0  # engines that lost their bit so far: segments obtained before may name others
         self._every_unit_tokens = page_tokens  # a multiple of what each engine can be credited in; grows, at most
 
     # ---- engines
@@ -67,6 +68,7 @@ class PrefixForest:
 
     def _unseat(self, holder: Engine) -> None:
         del self._engines[holder.name]
+        self.unseated += 1
         self._by_bit[holder.bit] = None
         self._live &= ~holder.flag
         self._capped &= ~holder.flag

@@ -10,7 +10,6 @@ What this module does not know: order and place.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import replace
 
@@ -22,12 +21,13 @@ from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.events import SubmitRollouts
 from rolloutd.scheduler.group import Group
 from rolloutd.scheduler.outbox import Consumer
+from rolloutd.scheduler.prompt import hash_of
 from rolloutd.scheduler.refusal import Refusal, invalid
 from rolloutd.scheduler.rollout import Rollout
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.spec import TOKEN_BYTES, RolloutSpec
 from rolloutd.scheduler.states import Code, Outcome, RolloutClass, RolloutState, TaskType
-from rolloutd.scheduler.world import World, largest
+from rolloutd.scheduler.world import PoolLimits, World, largest
 
 MAX_SAMPLES = 4096
 MAX_ID_CHARS = 256
@@ -50,7 +50,7 @@ def member_ids(spec: RolloutSpec) -> list[str]:
 
 def prompt_hash(spec: RolloutSpec) -> str:
     content = spec.token_bytes if spec.text is None else spec.text.encode()
-    return hashlib.sha256(content).hexdigest()
+    return hash_of(content)
 
 
 def _submit_one(world: World, run: Run, consumer: Consumer, spec: RolloutSpec) -> Refusal | None:
@@ -114,9 +114,12 @@ def _check_fields(spec: RolloutSpec) -> Refusal | None:
             )
     elif spec.max_new_tokens < 1:
         return invalid("sampling.max_new_tokens", f"is {spec.max_new_tokens}; must be at least 1")
-    for name in ("deadline_seconds", "queue_ttl_seconds", "progress_timeout_seconds"):
-        value = getattr(spec, name)
-        if not (math.isfinite(value) and value >= 0.0):
+    for name, value in (
+        ("deadline_seconds", spec.deadline_seconds),
+        ("queue_ttl_seconds", spec.queue_ttl_seconds),
+        ("progress_timeout_seconds", spec.progress_timeout_seconds),
+    ):
+        if not 0.0 <= value < math.inf:
             return invalid(name, f"is {value}; must be a finite number of seconds, 0 for none")
     if spec.group_size and spec.group_size < spec.samples:
         return invalid("group_size", f"is {spec.group_size}, smaller than samples ({spec.samples})")
@@ -176,13 +179,14 @@ def _check_pool(world: World, run: Run, spec: RolloutSpec) -> int | Refusal:
             f"pool: no engine of {spec.pool!r} is ready; retry later",
             retry_after_seconds=5.0,
         )
-    refusal = _check_vocabulary(spec, engines)
+    limits = world.pool_limits(run, spec.pool, spec.engine_labels)
+    refusal = _check_vocabulary(run, spec, limits.vocabulary)
     if refusal is not None:
         return refusal
     max_new_tokens = spec.max_new_tokens
     if spec.text is None:
-        context = largest(engine.facts.context_tokens for engine in engines)
-        longest_prompt = world.longest_prompt(run, spec.pool, spec.engine_labels)
+        context = limits.context
+        longest_prompt = limits.prompt
         prompt = spec.prompt_tokens
         if (longest_prompt and prompt > longest_prompt) or (context and prompt >= context):
             limit = min(longest_prompt or context, context or longest_prompt)
@@ -195,18 +199,17 @@ def _check_pool(world: World, run: Run, spec: RolloutSpec) -> int | Refusal:
                     f"{context} tokens; lower it or set clip_max_new_tokens",
                 )
             max_new_tokens = context - prompt
-    return _check_budget_level(run, spec, max_new_tokens, engines) or max_new_tokens
+    return _check_budget_level(run, spec, max_new_tokens, limits, engines) or max_new_tokens
 
 
-def _check_vocabulary(spec: RolloutSpec, engines: list[Engine]) -> Refusal | None:
-    """One id outside the vocabulary kills a real engine, so it never gets that far."""
-    vocabulary = min((engine.facts.vocabulary_size for engine in engines if engine.facts.vocabulary_size), default=0)
+def _check_vocabulary(run: Run, spec: RolloutSpec, vocabulary: int) -> Refusal | None:
+    """One id outside the vocabulary (0: not known) kills a real engine, so it never gets that far."""
     if not vocabulary:
         return None
     if spec.token_bytes:
-        ids = np.frombuffer(spec.token_bytes, dtype="<u4")
-        largest = int(ids.max())
-        if largest >= vocabulary:
+        largest_id = run.last_prompt.largest_id(spec.token_bytes)
+        if largest_id >= vocabulary:
+            ids = np.frombuffer(spec.token_bytes, dtype="<u4")
             where = int(np.argmax(ids >= vocabulary))
             return invalid(
                 "prompt", f"token id {int(ids[where])} at position {where} is outside the vocabulary of {vocabulary}"
@@ -220,19 +223,24 @@ def _check_vocabulary(spec: RolloutSpec, engines: list[Engine]) -> Refusal | Non
     return None
 
 
-def _check_budget_level(run: Run, spec: RolloutSpec, max_new_tokens: int, engines: list[Engine]) -> Refusal | None:
+def _check_budget_level(
+    run: Run, spec: RolloutSpec, max_new_tokens: int, limits: PoolLimits, engines: list[Engine]
+) -> Refusal | None:
     """FAILED_PRECONDITION where it can never fit; a passing shortage (a zero, or a level that a lease will lift) waits."""
-    page = min(engine.facts.page_tokens for engine in engines)
+    page = limits.page
     needed = -(-(spec.prompt_tokens + max_new_tokens) // page) * page
-    capacity = largest(engine.facts.kv_capacity_tokens for engine in engines)
+    capacity = limits.capacity
     if capacity and needed > capacity:
         return _too_small(needed, f"the largest engine of pool {spec.pool!r} has {capacity}")
     if run.lease_timer is not None:
         return None
-    level = run.ledger.budget.max_kv_tokens
+    budget = run.ledger.budget
+    level = budget.max_kv_tokens
     if level and needed > level:
         return _too_small(needed, f"the run's budget is {level}: raise max_kv_tokens or ask for less")
-    memory = largest(budgeting.engine_kv_limit(run, engine) for engine in engines) if capacity else 0
+    if not capacity or (budget.training_reserved_mb is None and budget.max_inference_mb is None):
+        return None
+    memory = largest(budgeting.engine_kv_limit(run, engine) for engine in engines)
     if memory and needed > memory:
         return _too_small(
             needed, f"the run's memory budget leaves at most {memory} per engine: raise it or ask for less"
@@ -277,15 +285,16 @@ def _check_room(world: World, run: Run, spec: RolloutSpec, count: int) -> Refusa
 def _accept(world: World, run: Run, consumer: Consumer, spec: RolloutSpec, ids: list[str], max_new_tokens: int) -> None:
     group = _group_of(run, consumer, spec)
     parent = run.rollouts.get(spec.parent_rollout_id) if spec.parent_rollout_id else None
-    hash_ = prompt_hash(spec)
+    hash_ = run.last_prompt.hash_of(spec.token_bytes) if spec.text is None else prompt_hash(spec)
     ttl = spec.queue_ttl_seconds or run.settings.queue_ttl_seconds or world.config.queue.queue_ttl_seconds
     requirement = versions.requirement_of(run, spec)
+    accepted_from = f"accepted from {consumer.consumer_id!r}"
     accepted = []
     for index, rollout_id in enumerate(ids):
         rollout = Rollout(run, rollout_id, spec, index, consumer.consumer_id, max_new_tokens, hash_, world.now)
         rollout.ttl_at = world.now + ttl
         rollout.requirement = requirement
-        rollout.story.append((world.now, f"accepted from {consumer.consumer_id!r}"))
+        rollout.story.append((world.now, accepted_from))
         if rollout.needed_by_step is not None and rollout.needed_by_step <= run.step:
             rollout.rollout_class = RolloutClass.CRITICAL  # as if it had been here when the step was reported
         run.rollouts[rollout_id] = rollout
@@ -332,5 +341,6 @@ def _accepted(world: World, rollout: Rollout, *, attached: bool) -> Accepted:
     supply = run.supply.per_second(world.now)
     expected = entry.expected_tokens if entry is not None else 0.0
     estimate = position * expected / supply if supply > 0.0 else 0.0
-    matched = max(entry.hits.values(), default=0) if entry is not None else 0
+    longest = world.index.longest(entry.segments, 1) if entry is not None and entry.segments else []
+    matched = longest[0][1] if longest else 0
     return Accepted(rollout.rollout_id, rollout.state, position, matched, estimate, attached)

@@ -64,13 +64,17 @@ def _live(item: Item) -> bool:
 class Lane:
     """Entries of one kind in key order, ties by the given tie-break."""
 
-    __slots__ = ("_front", "_heap", "_stale", "key")
+    __slots__ = ("_first", "_first_sequence", "_front", "_heap", "_stale", "first_key", "key", "ranked")
 
     def __init__(self, key: LaneKey | None = None) -> None:
         self.key = key  # None: an affinity heap, which has all kinds
         self._front: list[Item] = []
         self._heap: list[Item] = []
         self._stale = 0
+        self._first: Entry | None = None  # found at the last look, while its sequence is still this one
+        self._first_sequence = 0
+        self.first_key = 0.0  # of what `first` returned
+        self.ranked = False  # among those that ranked best
 
     def push(self, item: Item) -> bool:
         """Take an item in; true when it is the first now."""
@@ -81,7 +85,10 @@ class Lane:
                 for moved in front[FRONT:]:
                     heapq.heappush(self._heap, moved)
                 del front[FRONT:]
-            return front[0][2] == item[2]  # not `is`: compiled, a tuple has no identity
+            if front[0][2] == item[2]:  # not `is`: compiled, a tuple has no identity
+                self._first, self._first_sequence, self.first_key = item[3], item[2], item[0]
+                return True
+            return False
         heapq.heappush(self._heap, item)
         return not front
 
@@ -94,8 +101,19 @@ class Lane:
             heapq.heapify(self._heap)
             self._stale = 0
 
-    def first(self) -> Item | None:
-        """The first live item; stale ones before it are dropped."""
+    def first(self) -> Entry | None:
+        """The first live entry; stale items before it are dropped."""
+        first = self._first
+        if first is not None and first.sequence == self._first_sequence:
+            return first
+        item = self._first_item()
+        if item is None:
+            self._first = None
+        else:
+            self._first, self._first_sequence, self.first_key = item[3], item[2], item[0]
+        return self._first
+
+    def _first_item(self) -> Item | None:
         front = self._front
         stale = 0
         for item in front:
@@ -112,6 +130,13 @@ class Lane:
 
     def heads(self, count: int) -> list[Entry]:
         """The first `count` live entries (fewer where there are fewer), in order; nothing is removed."""
+        found: list[Entry] = []
+        for item in self._front:
+            if item[3].sequence != item[2]:
+                break
+            found.append(item[3])
+            if len(found) == count:
+                return found
         front = [item for item in self._front if _live(item)]
         self._stale -= len(self._front) - len(front)
         while len(front) < count and self._heap:
@@ -129,6 +154,7 @@ class Backlog:
         "_affine",
         "_arrivals",
         "_lanes",
+        "_looks",
         "_looks_left",
         "_note_ready",
         "_top",
@@ -153,6 +179,7 @@ class Backlog:
         self._top_tasks: frozenset[TaskType] = frozenset()  # for these
         self._touched: dict[Lane, None] = {}  # lanes whose first entry is a newer one
         self._looks_left = 0  # until they are ranked again
+        self._looks = 0
         self._turn = 0
         self._arrivals: deque[Entry] = deque()
         self.count = 0
@@ -169,6 +196,7 @@ class Backlog:
     def add(self, entry: Entry) -> None:
         """Take an entry in, not ordered yet: `order` or `hold` must follow."""
         entry.backlog = self
+        entry.looked_at = 0
         self.count += 1
         self.tasks[entry.task_type] += 1
         self.evaluations += entry.evaluation
@@ -183,7 +211,7 @@ class Backlog:
         if self.ready == 1 and self._note_ready is not None:
             self._note_ready(self)
         lane = entry.lane = self._lane(entry)
-        if lane.push((entry.static_key, tie, sequence, entry)):
+        if lane.push((entry.static_key, tie, sequence, entry)) and not lane.ranked:
             self._touched[lane] = None
         best = list(bonuses)
         if len(best) > MAX_AFFINE_ENGINES:
@@ -231,16 +259,20 @@ class Backlog:
         types that may start now; entries of others are left out. Lanes are ranked anew every `RANK_LOOKS` looks; in
         between, a lane with a new first entry is looked at beside those that ranked best.
         """
-        found: dict[int, Entry] = {}
+        found: list[Entry] = []
+        self._looks += 1
+        look = self._looks
         lanes = self._ranked(lane_bonus, tasks) if heads_per_lane <= HEADS_PER_LANE else self._of(tasks)
         for lane in lanes:
             if heads_per_lane == 1:
-                item = lane.first()
-                if item is not None:
-                    found[item[2]] = item[3]
+                first = lane.first()
+                if first is not None:
+                    first.looked_at = look
+                    found.append(first)
             else:
                 for entry in lane.heads(heads_per_lane):
-                    found[entry.sequence] = entry
+                    entry.looked_at = look
+                    found.append(entry)
         for engine in self._some(engines):
             affine = self._affine.get(engine)
             if affine is None:
@@ -249,12 +281,13 @@ class Backlog:
             if not heads:
                 del self._affine[engine]
             for entry in heads:
-                if entry.task_type in tasks:
-                    found[entry.sequence] = entry
+                if entry.looked_at != look and entry.task_type in tasks:
+                    entry.looked_at = look
+                    found.append(entry)
         oldest = self.oldest()
-        if oldest is not None and not oldest.held and oldest.task_type in tasks:
-            found[oldest.sequence] = oldest
-        return list(found.values())
+        if oldest is not None and oldest.looked_at != look and not oldest.held and oldest.task_type in tasks:
+            found.append(oldest)
+        return found
 
     def _of(self, tasks: frozenset[TaskType]) -> list[Lane]:
         """All lanes of these tasks: for a look behind what may not start."""
@@ -266,28 +299,31 @@ class Backlog:
         if self._looks_left < 0 or tasks != self._top_tasks or len(self._touched) > LANES_LOOKED_AT:
             self._rank(lane_bonus, tasks)
         elif self._touched:
-            top = {id(lane) for lane in self._top}
-            return self._top + [one for one in self._touched if id(one) not in top and one.key.task_type in tasks]  # type: ignore[union-attr]
+            return self._top + [one for one in self._touched if one.key is not None and one.key.task_type in tasks]
         return self._top
 
     def _rank(self, lane_bonus: Callable[[str], float], tasks: frozenset[TaskType]) -> None:
         ranked: tuple[list[tuple[float, int, Lane]], ...] = ([], [])  # without and with a deadline
         bonuses: dict[str, float] = {}
         empty = []
+        for lane in self._top:
+            lane.ranked = False
         for key, lane in self._lanes.items():
             if key.task_type not in tasks:
                 continue
-            item = lane.first()
-            if item is None:
+            first = lane.first()
+            if first is None:
                 empty.append(key)
                 continue
             bonus = bonuses.get(key.stratum)
             if bonus is None:
                 bonus = bonuses[key.stratum] = lane_bonus(key.stratum)
-            ranked[key.timed].append((item[0] - bonus, item[2], lane))
+            ranked[key.timed].append((lane.first_key - bonus, first.sequence, lane))
         for key in empty:
             del self._lanes[key]
         self._top = [lane for of_a_kind in ranked for _, _, lane in sorted(of_a_kind)[:LANES_LOOKED_AT]]
+        for lane in self._top:
+            lane.ranked = True
         self._top_tasks = tasks
         self._touched.clear()
         self._looks_left = RANK_LOOKS - 1
@@ -347,7 +383,9 @@ class Backlog:
         return entry.sequence > 0
 
     def _lane(self, entry: Entry) -> Lane:
-        key = lane_key(entry)
+        key = entry.lane_key
+        if key is None or key.timed is (entry.deadline_at is None):
+            key = entry.lane_key = lane_key(entry)
         lane = self._lanes.get(key)
         if lane is None:
             lane = self._lanes[key] = Lane(key)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import math
 
+from rolloutd.scheduler.rules.book import NO_KNOBS
+from rolloutd.scheduler.rules.knobs import Knobs
 from rolloutd.scheduler.spec import Budget, Quota
 from rolloutd.scheduler.states import Gate, RolloutClass, TaskType
 
@@ -21,7 +23,10 @@ NO_QUOTA = Quota()
 class Ledger:
     __slots__ = (
         "_class_quotas",
+        "_cap_factor",
         "_has_quotas",
+        "_share_factors",
+        "_shares_turned",
         "_task_quotas",
         "budget",
         "class_queued",
@@ -39,6 +44,7 @@ class Ledger:
 
     def __init__(self, budget: Budget) -> None:
         self.adopt(budget)
+        self.turn(NO_KNOBS)
         self.running = 0
         self.kv_tokens = 0
         self.stalled_classes: frozenset[RolloutClass] = frozenset()  # below their floor, and room would not help them
@@ -58,6 +64,16 @@ class Ledger:
         self.floor_tasks = tuple(one for one in TaskType if self._task_quotas[one].floor_rollouts)
         self.has_floors = bool(self.floor_classes or self.floor_tasks)
 
+    def turn(self, knobs: Knobs) -> None:
+        """Put in force what the run's rules make of shares and of the cap on running rollouts."""
+        self._cap_factor = knobs.cap_factor
+        self._share_factors = knobs.share_factors
+        self._shares_turned = knobs.shares_turned
+
+    def turned(self) -> tuple[float, list[float]]:
+        """The cap and the shares as factors, as they are in force (for checks)."""
+        return self._cap_factor, self._share_factors
+
     @property
     def queued(self) -> int:
         return sum(self.class_queued)
@@ -75,9 +91,10 @@ class Ledger:
     # limits ------------------------------------------------------------------------------------------------------------
 
     def ceiling(self, slots: int) -> int:
-        """Rollouts that may run at once, of `slots` that the run's engines have."""
+        """Rollouts that may run at once, of `slots` that the run's engines have. Rules leave room for one at least."""
         limit = self.budget.max_rollouts
-        return slots if limit is None else min(slots, limit)
+        ceiling = slots if limit is None else min(slots, limit)
+        return ceiling if self._cap_factor == 1.0 else min(ceiling, max(1, int(self._cap_factor * ceiling)))
 
     def class_owed(self, rollout_class: RolloutClass) -> int:
         """Rollouts that this class is below its floor and could run."""
@@ -112,7 +129,9 @@ class Ledger:
         budget = self.budget
         if budget.max_rollouts is not None and self.running >= budget.max_rollouts:
             return Gate.CEILING_ROLLOUTS
-        if not self._has_quotas:
+        if self._cap_factor != 1.0 and self.running >= self.ceiling(slots):
+            return Gate.CEILING_ROLLOUTS
+        if not self._has_quotas and not self._shares_turned:
             return Gate.OPEN
         if not self.class_open(rollout_class):
             return Gate.CLASS_CEILING
@@ -135,6 +154,8 @@ class Ledger:
             if 0 < max(class_owed, task_owed) and ceiling - self.running <= max(class_owed, task_owed):
                 return Gate.FLOOR_OWED
         share = self._class_quotas[rollout_class].share
+        if self._shares_turned:
+            share = self._turned_share(rollout_class, share)
         if share and self.class_running[rollout_class] >= math.ceil(share * ceiling):
             if any(self.class_queued[other] for other in RolloutClass if other is not rollout_class):
                 return Gate.CLASS_SHARE
@@ -143,6 +164,18 @@ class Ledger:
             if any(self.task_queued[other] for other in TaskType if other is not task_type):
                 return Gate.TASK_SHARE
         return Gate.OPEN
+
+    def _turned_share(self, rollout_class: RolloutClass, share: float) -> float:
+        """A class's share as rules have it; 0: none. Factors count as they stand to those of the classes that wait beside it, so
+        that to raise one class also takes from the others where the budget gives no shares."""
+        largest = 0.0
+        for other in RolloutClass:
+            if other is not rollout_class and self.class_queued[other]:
+                largest = max(largest, self._share_factors[other])
+        if not largest:
+            return share
+        turned = (share or 1.0) * self._share_factors[rollout_class] / largest
+        return turned if turned < 1.0 else 0.0
 
     def kv_gate(self, kv_tokens: int) -> Gate:
         limit = self.budget.max_kv_tokens

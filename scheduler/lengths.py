@@ -103,7 +103,9 @@ class LengthModel:
 
     def note_running(self, prompt_hash: str, kind: Kind, rollout_id: str, tokens: int) -> bool:
         """A rollout has written this many tokens; true when that may change what is expected of its siblings."""
-        prompt = self._prompt(prompt_hash, kind)
+        prompt = self._prompts.get((prompt_hash, kind))
+        if prompt is None:
+            prompt = self._prompt(prompt_hash, kind)
         if tokens <= prompt.running.get(rollout_id, 0) * GROWTH:
             return False
         prompt.running[rollout_id] = tokens

@@ -10,6 +10,8 @@ What this module does not know: placement, engines' replies.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from rolloutd.scheduler import letting_in, queueing, turns, versions
@@ -35,6 +37,7 @@ from rolloutd.scheduler.views import DecisionKind
 from rolloutd.scheduler.world import World
 
 RETRY_AFTER_SECONDS = 5.0
+FINGERPRINT_BYTES = 256  # of an output's first and last tokens
 # Of the scheduler itself: they give way to a reason that somebody else has.
 OWN_REASONS = frozenset(
     {
@@ -88,7 +91,7 @@ def restart(world: World, rollout: Rollout, why: str) -> None:
     rollout.run.lengths.note_stopped(rollout.prompt_hash, rollout.kind, rollout.rollout_id)
     rollout.pieces.clear()
     rollout.pieces_by.clear()
-    rollout.story.append((world.now, f"starts again: {why}"))
+    rollout.note(world.now, f"starts again: {why}")
     queueing.put(world, rollout)
 
 
@@ -108,16 +111,16 @@ def arm_timer(world: World, rollout: Rollout) -> None:
     """(Re)start the rollout's one timer: the earliest thing that may become due in its state."""
     world.timers.cancel(rollout.timer)
     rollout.timer = None
-    due = [] if rollout.deadline_at is None else [rollout.deadline_at]
+    due = math.inf if rollout.deadline_at is None else rollout.deadline_at
     attempt = rollout.attempt
     if rollout.state is RolloutState.QUEUED:
-        due.append(rollout.ttl_at)
+        due = min(due, rollout.ttl_at)
     elif rollout.state is RolloutState.ABORTING and attempt is not None:
-        due = [attempt.aborted_at + world.config.executor.abort_seconds]
+        due = attempt.aborted_at + world.config.executor.abort_seconds
     elif attempt is not None:
-        due.append(attempt.progress_at + progress_timeout(world, rollout))
-    if due:
-        rollout.timer = world.timers.add(min(due), TimerKind.ROLLOUT, rollout)
+        due = min(due, attempt.progress_at + progress_timeout(world, rollout))
+    if due < math.inf:
+        rollout.timer = world.timers.add(due, TimerKind.ROLLOUT, rollout)
 
 
 def progress_timeout(world: World, rollout: Rollout) -> float:
@@ -184,7 +187,7 @@ def change_class(world: World, rollout: Rollout, rollout_class: RolloutClass, wh
     if rollout.state is RolloutState.FINISHED or rollout.rollout_class is rollout_class:
         return
     world.decide(DecisionKind.PROMOTED, rollout, f"{rollout.rollout_class.name} -> {rollout_class.name}: {why}")
-    rollout.story.append((world.now, f"class {rollout.rollout_class.name} -> {rollout_class.name}: {why}"))
+    rollout.note(world.now, f"class {rollout.rollout_class.name} -> {rollout_class.name}: {why}")
     if rollout.state is RolloutState.QUEUED:
         queueing.take(world, rollout)
         rollout.rollout_class = rollout_class
@@ -245,7 +248,7 @@ def close_attempt(world: World, attempt: Attempt, piece: Piece | None, end: str)
     if piece is not None and (piece.token_bytes or piece.prompt_logprob_bytes or piece.finish_reason != "abort"):
         rollout.pieces.append(piece)
         rollout.pieces_by.append((attempt.engine.engine_id, attempt.number))
-    rollout.history.append(
+    rollout.note_attempt(
         AttemptRecord(
             attempt.number,
             attempt.engine.engine_id,
@@ -286,7 +289,7 @@ def finish(world: World, rollout: Rollout, outcome: Outcome, error: Refusal | No
         run.stale_results += 1
         if run.settings.on_stale is OnStale.WITHHOLD:
             outcome, error = Outcome.STALE, versions.stale_error(lineage, rollout)
-    rollout.move(RolloutState.FINISHED, world.now, outcome.name.lower())
+    rollout.move(RolloutState.FINISHED, world.now, OUTCOMES[outcome].label)
     world.timers.cancel(rollout.timer)
     rollout.timer = None
     note_step(world, rollout)
@@ -336,7 +339,10 @@ def _learn(run: Run, rollout: Rollout, result: RolloutResult) -> None:
     run.finished_samples += 1
     run.lengths.note_finished(result.prompt_hash, rollout.kind, rollout.rollout_id, result.generated_tokens)
     if result.token_bytes:
-        run.mix.note_output(hash(result.token_bytes))
+        tokens = (
+            result.token_bytes
+        )  # two outputs of one length that begin and end alike are one, and hashing long ones is dear
+        run.mix.note_output(hash((len(tokens), tokens[:FINGERPRINT_BYTES], tokens[-FINGERPRINT_BYTES:])))
     if result.logprob_bytes and run.phase.wants_log_probs:
         log_probs = np.frombuffer(result.logprob_bytes, dtype="<f4")
         run.phase.note_log_prob(float(np.add.reduce(log_probs)) / len(log_probs))
@@ -350,12 +356,15 @@ def _result(
     last = pieces[-1] if pieces else None
     spans: list[Span] = []
     offset = 0
-    for piece, (engine_id, number) in zip(pieces, rollout.pieces_by, strict=True):
-        tokens = len(piece.token_bytes) // TOKEN_BYTES
-        for version, (label, start, end) in zip(piece.versions, piece.version_spans, strict=True):
+    for place in range(len(pieces)):
+        piece = pieces[place]
+        engine_id, number = rollout.pieces_by[place]
+        versions_of = piece.versions
+        for which in range(len(versions_of)):
+            label, start, end = piece.version_spans[which]
             if end > start or spec.task_type is TaskType.REPLAY:  # whose version is that of its log-probs
-                spans.append(Span(version, label, offset + start, offset + end, engine_id, number))
-        offset += tokens
+                spans.append(Span(versions_of[which], label, offset + start, offset + end, engine_id, number))
+        offset += len(piece.token_bytes) // TOKEN_BYTES
     token_bytes, logprobs, text = b"", b"", ""
     top_logprobs: tuple[tuple[tuple[float, int], ...], ...] = ()
     if last is not None and len(pieces) == 1:  # nearly always

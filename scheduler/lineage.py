@@ -20,15 +20,32 @@ if TYPE_CHECKING:
     from rolloutd.scheduler.engine import Engine
     from rolloutd.scheduler.entry import Entry
     from rolloutd.scheduler.publication import Publication
+    from rolloutd.scheduler.rollout import Rollout
     from rolloutd.scheduler.spec import PolicyUpdate
 
 MAX_QUEUED_PUBLICATIONS = 16
+MOST_NAMESPACES = 64
 
 
 class Lineage:
-    __slots__ = ("active", "held", "last", "lookups", "mark", "pool", "queue", "run_id", "undivided", "version")
+    __slots__ = (
+        "_namespaces",
+        "active",
+        "held",
+        "last",
+        "lookups",
+        "mark",
+        "pool",
+        "queue",
+        "run_id",
+        "undivided",
+        "unseen_entries",
+        "unseen_rollouts",
+        "version",
+    )
 
     def __init__(self, run_id: str, pool: str) -> None:
+        self._namespaces: dict[int, Namespace] = {}  # made so far, of some versions
         self.run_id = run_id
         self.pool = pool
         self.version = 0
@@ -36,10 +53,18 @@ class Lineage:
         self.queue: deque[PolicyUpdate] = deque()
         self.last: PolicyUpdate | None = None  # the newest: what an engine that comes later needs
         self.held: dict[Entry, None] = {}  # entries that no engine may run with the version it holds
+        # Of those that wait, who was not looked at yet after versions changed: see `version_change`.
+        self.unseen_entries: dict[Entry, None] = {}
+        self.unseen_rollouts: dict[Rollout, None] = {}
         self.undivided = False  # no time slices any more, see `time_slice`
         self.mark = 0  # grows when an engine holds another version, or a version expires
         # (namespace, engines that count by cache key; None: all of them)
         self.lookups: list[tuple[Namespace, frozenset[str] | None]] = [(self.namespace(0), None)]
+
+    @property
+    def unseen(self) -> bool:
+        """Whether anybody is still to be looked at after a change of version."""
+        return bool(self.unseen_entries or self.unseen_rollouts)
 
     @property
     def owner(self) -> tuple[str, str]:
@@ -53,7 +78,12 @@ class Lineage:
 
     def namespace(self, version: int) -> Namespace:
         """Where prefixes stand that weights of this version computed."""
-        return Namespace(self.owner, "", "", version, "")
+        namespace = self._namespaces.get(version)
+        if namespace is None:
+            if len(self._namespaces) >= MOST_NAMESPACES:
+                self._namespaces.clear()
+            namespace = self._namespaces[version] = Namespace(self.owner, "", "", version, "")
+        return namespace
 
     def note_engines(self, engines: list[Engine], ttl_versions: int) -> None:
         """Work out again what may be matched; call when an engine's version changed.

@@ -27,8 +27,11 @@ from rolloutd.scheduler import (
     lifecycle,
     placement,
     publishing,
+    reconfiguring,
+    reordering,
     snapshot,
     trainer,
+    version_change,
 )
 from rolloutd.scheduler.actions import Action, Refuse
 from rolloutd.scheduler.config import SchedulerConfig
@@ -55,6 +58,7 @@ from rolloutd.scheduler.events import (
     LoseEngine,
     PauseRun,
     PublishPolicy,
+    Reconfigure,
     RemoveEngine,
     ReportStep,
     ResumeRun,
@@ -65,6 +69,8 @@ from rolloutd.scheduler.events import (
     WeightsPushed,
 )
 from rolloutd.scheduler.refusal import Refusal
+from rolloutd.scheduler.rules import watch
+from rolloutd.scheduler.rules.rule import problem_of_all
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.states import Code, RolloutClass, RolloutState
 from rolloutd.scheduler.timers import TimerKind
@@ -74,8 +80,13 @@ from rolloutd.scheduler.world import World
 
 class Scheduler:
     def __init__(self, config: SchedulerConfig, rng: random.Random, now: float) -> None:
+        """Raises ValueError for a rule that cannot be used."""
+        problem = problem_of_all(config.rules)
+        if problem is not None:
+            raise ValueError(": ".join(problem))
         self._world = World(config, rng, now)
         self._world.timers.add(now + clock.HOUSEKEEPING_SECONDS, TimerKind.HOUSEKEEPING, True)
+        watch.arm(self._world)
 
     # events ------------------------------------------------------------------------------------------------------------
 
@@ -93,7 +104,7 @@ class Scheduler:
 
     @property
     def wants_tick(self) -> bool:
-        return self._world.dirty
+        return self._world.dirty or bool(self._world.unseen)
 
     def next_due(self) -> float:
         return self._world.timers.next_due()
@@ -112,10 +123,16 @@ class Scheduler:
             case Tick():
                 clock.fire_due(world)
                 fleet.forget_removed(world)
+                if world.unseen:
+                    version_change.go_on(world)
                 if world.stirred:
                     letting_in.settle(world)
+                if world.reordering:
+                    reordering.go_on(world)
                 if world.dirty:
                     placement.schedule(world)
+                if world.reordering:
+                    world.dirty = True
                 clock.end_drained_streams(world)
             case EngineLoad():
                 fleet.load(world, event)
@@ -131,6 +148,8 @@ class Scheduler:
                 return self._engine_command(event)
             case ControlEnded() | ControlFailed():
                 publishing.answered(world, event)
+            case Reconfigure():
+                return reconfiguring.adopt(world, event.config)
             case BeginShutdown():
                 clock.begin_shutdown(world, event.grace_seconds)
             case ConfigureRun() | AttachConsumer() | SubmitRollouts() | SetBudget() | ReportStep() | PublishPolicy():

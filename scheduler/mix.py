@@ -9,7 +9,7 @@ What this module does not know: why a rollout was chosen or used.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Hashable, Mapping
 from typing import Generic, TypeVar
 
@@ -25,15 +25,17 @@ class Window(Generic[Name]):
 
     def __init__(self) -> None:
         self._names: deque[Name] = deque()
-        self.counts: Counter[Name] = Counter()
+        self.counts: dict[Name, int] = {}
 
     def add(self, name: Name) -> None:
         self._names.append(name)
         self.counts[name] = self.counts.get(name, 0) + 1
         if len(self._names) > WINDOW_ROLLOUTS:
             oldest = self._names.popleft()
-            self.counts[oldest] -= 1
-            if not self.counts[oldest]:
+            left = self.counts[oldest] - 1
+            if left:
+                self.counts[oldest] = left
+            else:
                 del self.counts[oldest]
 
     def __len__(self) -> int:
@@ -89,7 +91,7 @@ class Mix:
         if not total:
             return 0.0
         names = set(self.consumed.counts) | set(self.target or self._strata)
-        return 0.5 * sum(abs(self.consumed.counts[name] / total - self.target_share(name)) for name in names)
+        return 0.5 * sum(abs(self.consumed.counts.get(name, 0) / total - self.target_share(name)) for name in names)
 
     def coverage(self) -> float:
         """Share of known strata that the consumed window contains."""

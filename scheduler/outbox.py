@@ -11,7 +11,7 @@ What this module does not know: streams. The core emits a Deliver for every even
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from rolloutd.scheduler.actions import Finished, GroupFinished
 
@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 GROUP_EVENT_BYTES = 256
 
 
-class Kept(NamedTuple):
-    event: Finished | GroupFinished
-    size_bytes: int
-    at_seconds: float
+class Kept:
+    __slots__ = ("at_seconds", "event", "size_bytes")
+
+    def __init__(self, event: Finished | GroupFinished, size_bytes: int, at_seconds: float) -> None:
+        self.event = event
+        self.size_bytes = size_bytes
+        self.at_seconds = at_seconds
 
 
 class Consumer:

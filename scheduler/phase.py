@@ -2,7 +2,7 @@
 
 STABLE needs `cold_start_steps` trainer steps and, where a threshold is set, an entropy at or below it; back to COLD_START
 only when the entropy rises above threshold x (1 + band). Parameters move linearly over `phase_ramp_steps`. Without entropy
-reports the mean of minus log-prob of recent rollouts stands in.
+reports the mean of minus log-prob of recent rollouts stands in; where there is neither, steps alone decide.
 
 What this module does not know: what the parameters are used for.
 """
@@ -45,7 +45,7 @@ class PhaseState:
         before = self.phase
         threshold = settings.cold_start_entropy
         if self.phase is Phase.COLD_START:
-            calm = threshold == 0.0 or (entropy is not None and entropy <= threshold)
+            calm = threshold == 0.0 or entropy is None or entropy <= threshold
             if self.step >= settings.cold_start_steps and calm:
                 self.phase = Phase.STABLE
         elif threshold and entropy is not None and entropy > threshold * (1.0 + settings.entropy_band):

@@ -13,10 +13,11 @@ What this module does not know: scores, and what makes a gate close beyond askin
 from __future__ import annotations
 
 from rolloutd.scheduler import budgeting, gates, preemption, turns, updating
-from rolloutd.scheduler.choosing import Spaces, choose
+from rolloutd.scheduler.choosing import choose
 from rolloutd.scheduler.dispatching import dispatch
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.room import Room
+from rolloutd.scheduler.roomy import Pass, Roomy
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.states import SHORT_TASKS, Gate, RolloutClass, TaskType
 from rolloutd.scheduler.timers import TimerKind
@@ -26,6 +27,8 @@ SHORT_KINDS = tuple(sorted(SHORT_TASKS))
 # While control calls are out engines stand still until somebody hears their answers, so the caller is not kept for long.
 BATCH_BESIDE_CALLS = 4
 LONG_KINDS = tuple(one for one in TaskType if one not in SHORT_TASKS)
+# Every set of task types, by the sum of 1 << task type.
+TASK_SETS = tuple(frozenset(one for one in TaskType if number >> one & 1) for number in range(1 << len(TaskType)))
 
 
 def schedule(world: World) -> None:
@@ -47,9 +50,6 @@ def schedule(world: World) -> None:
         _keep_back(world, room)
         may_help = preemption.may_help(world, pool) if not room.long else False
         if room.free or may_help:
-            for run in world.runs.values():
-                if run.ledger.has_floors:
-                    budgeting.note_stalled(world, run)
             made += _fill(world, pool, room, batch_id, most - made)
         else:
             world.gates[_full_gate(world, room)] += 1
@@ -72,7 +72,8 @@ def _look_again(world: World, at: float) -> None:
 
 def _fill(world: World, pool: str, room: Room, batch_id: int, limit: int) -> int:
     blocked: set[tuple[str, RolloutClass, bool]] = set()
-    spaces: Spaces = {}
+    one_pass = Pass(world)
+    noted: set[Run] = set()  # whose floors that hold no room were looked for
     per_run: dict[str, int] = {}
     made = 0
     kept = False
@@ -87,11 +88,14 @@ def _fill(world: World, pool: str, room: Room, batch_id: int, limit: int) -> int
             world.dirty = True
             return made
         run = turn.run
+        if run.ledger.has_floors and run not in noted:
+            noted.add(run)
+            budgeting.note_stalled(world, run)
         if per_run.get(run.run_id, 0) >= batch_limit(world, run):
             world.dirty = True  # the next pass goes on; COLD_START wants small batches and quick results
             gate = Gate.BATCH_LIMIT
         else:
-            gate = _place(world, turn, room, batch_id, spaces)
+            gate = _place(world, turn, room, batch_id, one_pass)
         if gate is Gate.OPEN:
             made += 1
             per_run[run.run_id] = per_run.get(run.run_id, 0) + 1
@@ -118,6 +122,8 @@ def _full_gate(world: World, room: Room) -> Gate:
 def _make_room(world: World, pool: str, blocked: set[tuple[str, RolloutClass, bool]]) -> None:
     """For critical work that had no turn because nothing is free: what keeps it, and whether interrupting others helps."""
     for run in list(world.waiting.get(pool, ())):
+        if run.ledger.has_floors:
+            budgeting.note_stalled(world, run)
         for (rollout_class, short), backlog in list(run.ready.get(pool, {}).items()):
             if rollout_class is not RolloutClass.CRITICAL or (run.run_id, rollout_class, short) in blocked:
                 continue
@@ -138,7 +144,7 @@ def batch_limit(world: World, run: Run) -> int:
     return max(1, min(world.config.queue.max_batch_size, round(limit)))
 
 
-def _place(world: World, turn: turns.Turn, room: Room, batch_id: int, spaces: Spaces) -> Gate:
+def _place(world: World, turn: turns.Turn, room: Room, batch_id: int, one_pass: Pass) -> Gate:
     """Dispatch the best pair of this turn; returns OPEN, or the gate that kept everything waiting."""
     run = turn.run
     gate = budgeting.run_gate(world, run, turn.rollout_class)
@@ -146,15 +152,20 @@ def _place(world: World, turn: turns.Turn, room: Room, batch_id: int, spaces: Sp
         return gate
     tasks, closed = _startable_tasks(world, turn)
     if tasks:
-        roomy, none = _roomy_engines(world, turn, room)
-        if not roomy:
+        roomy = one_pass.roomy.get((run, turn.short))
+        if roomy is None:
+            having = room.free if turn.short else room.long
+            roomy = Roomy(world, [engine for engine in having if _usable(world, engine, turn)])
+            one_pass.roomy[run, turn.short] = roomy
+        none = _kept_back(world, turn, room, roomy)
+        if none is not Gate.OPEN:
             closed = none
         else:
-            look, closed = choose(world, turn, roomy, tasks, closed, spaces)
+            look, closed = choose(world, turn, roomy, tasks, closed, one_pass)
             if look is not None:
                 dispatch(world, look, batch_id)
                 if look.engine is not None:
-                    spaces.pop(look.engine, None)
+                    one_pass.booked(look.engine)
                 return Gate.OPEN
     preemption.make_room(world, turn, closed)
     return closed
@@ -165,29 +176,28 @@ def _startable_tasks(world: World, turn: turns.Turn) -> tuple[frozenset[TaskType
     run = turn.run
     ledger = run.ledger
     slots = world.run_slots(run)
-    tasks = []
+    chosen = 0
     closed = Gate.ENGINE_SLOTS
     for task_type in SHORT_KINDS if turn.short else LONG_KINDS:
         if ledger.task_queued[task_type]:
             gate = ledger.gate(turn.rollout_class, task_type, slots)
             if gate is Gate.OPEN:
-                tasks.append(task_type)
+                chosen |= 1 << task_type
             else:
                 closed = gate
-    return frozenset(tasks), closed
+    return TASK_SETS[chosen], closed
 
 
-def _roomy_engines(world: World, turn: turns.Turn, room: Room) -> tuple[list[Engine], Gate]:
-    """Open engines with a slot for this turn's kind of work, and why there is none."""
-    roomy = [engine for engine in (room.free if turn.short else room.long) if _usable(world, engine, turn)]
-    if not roomy:
-        return [], _no_room(world, turn, room)
+def _kept_back(world: World, turn: turns.Turn, room: Room, roomy: Roomy) -> Gate:
+    """OPEN where a slot may go to this turn's work, else why none may."""
+    if not roomy.engines:
+        return _no_room(world, turn, room)
     waits_for_critical = turn.run.led and not turn.short and turn.rollout_class is not RolloutClass.CRITICAL
     if waits_for_critical and not turns.owed(turn.run, turn):
-        free = sum(engine.free_slots(False, room.reserved_short) for engine in roomy)
+        free = sum([engine.free_slots(False, room.reserved_short) for engine in roomy.engines])
         if free <= gates.led_members(world, turn.run, turn.pool):
-            return [], Gate.HELD_FOR_LEADER
-    return roomy, Gate.ENGINE_SLOTS
+            return Gate.HELD_FOR_LEADER
+    return Gate.OPEN
 
 
 def _no_room(world: World, turn: turns.Turn, room: Room) -> Gate:

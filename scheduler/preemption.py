@@ -3,7 +3,8 @@
 Guards: a minimum run time, a maximum of preemptions per rollout, a cool-down between rounds of one pool, floors of the
 victims' classes, task types and runs, `on_preempt: NEVER`, and never the work of the current step nor short work, which ends
 by itself before an abort would be worth it. EVALUATION with a
-deadline preempts at once, without cool-down and minimum run time.
+deadline preempts at once, without cool-down and minimum run time. A rule (`rules/`) may open classes of a run to its own critical
+work: then neither `preempt.enabled` nor the minimum run time nor the maximum per rollout protects them.
 
 Invariants
 - At most as many are interrupted as wait: victims on their way out count as room already made.
@@ -53,7 +54,9 @@ CURABLE = frozenset(
 
 def may_help(world: World, pool: str) -> bool:
     """Whether interrupting anything is worth thinking about now: a cheap look before a dear one."""
-    if not world.config.preempt.enabled or not world.yielding:
+    if not world.yielding:
+        return False
+    if not world.config.preempt.enabled and not any(run.rules.knobs.preempt for run in world.runs.values()):
         return False
     if _cool(world, pool):
         return True
@@ -118,6 +121,7 @@ def _interrupt(world: World, run: Run, waiting: Entry, gate: Gate, wanted: int, 
             continue
         taken += 1
         world.preempted_total += 1
+        attempt.rollout.run.preemptions += 1
         first = waiting.members[0].rollout_id
         lifecycle.abort(world, attempt.rollout, AbortReason.PREEMPT, f"room for {first}")
         world.decide(
@@ -174,17 +178,23 @@ class _Spare:
 def _victims(world: World, run: Run, pool: str, gate: Gate, min_run_seconds: float) -> list[Attempt]:
     """Who may be interrupted, in the order they go: lowest class first, then who has written least."""
     settings = world.config.preempt
+    opened = run.rules.knobs.preempt  # classes of this run that a rule has put at its critical work's disposal
     own_only = gate in (Gate.CEILING_ROLLOUTS, Gate.CEILING_KV, Gate.ENGINE_KV_CEILING)
     found = []
     for attempt in world.yielding.values():
         rollout = attempt.rollout
         if (
             rollout.on_preempt is OnPreempt.NEVER
-            or rollout.yielded >= settings.max_per_rollout
-            or world.now - attempt.dispatched_at < min_run_seconds
             or (own_only and rollout.run is not run)
             or not _reachable(world, attempt.engine, run, pool)
         ):
+            continue
+        guarded = (
+            not settings.enabled
+            or rollout.yielded >= settings.max_per_rollout
+            or world.now - attempt.dispatched_at < min_run_seconds
+        )
+        if guarded and not (rollout.run is run and rollout.rollout_class in opened):
             continue
         if rollout.needed_by_step is not None and rollout.needed_by_step <= rollout.run.step:
             continue

@@ -43,7 +43,8 @@ class Promise:
     @property
     def rest_tokens(self) -> int:
         """Output it may still write, as far as it counts."""
-        return min(max(0, self.output_tokens - self.generated_tokens), CLIPPED_TOKENS)
+        rest = self.output_tokens - self.generated_tokens
+        return 0 if rest < 0 else rest if rest < CLIPPED_TOKENS else CLIPPED_TOKENS
 
 
 class Promises:
@@ -65,10 +66,15 @@ class Promises:
         self._add(promise, 1)
 
     def note_written(self, promise: Promise, generated_tokens: int) -> None:
-        self._add(promise, -1)
+        rest = promise.rest_tokens
+        self.held_tokens += generated_tokens - promise.generated_tokens
         promise.generated_tokens = generated_tokens
-        self._add(promise, 1)
-        self.longest_tokens = max(self.longest_tokens, generated_tokens)
+        if promise.in_full:
+            self.full_tokens += promise.rest_tokens - rest
+        else:
+            self.part_tokens += promise.rest_tokens - rest
+        if generated_tokens > self.longest_tokens:
+            self.longest_tokens = generated_tokens
 
     def release(self, promise: Promise) -> None:
         self.count -= 1

@@ -12,7 +12,7 @@ What this module does not know: what is done with one engine (`updating`).
 
 from __future__ import annotations
 
-from rolloutd.scheduler import colocation, queueing, time_slice, updating, version_change
+from rolloutd.scheduler import colocation, time_slice, updating, version_change
 from rolloutd.scheduler.actions import NoticeKind, PublishEnded, PublishProgress
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.events import ControlEnded, ControlFailed, WeightsPushed
@@ -121,8 +121,8 @@ def joined(world: World, engine: Engine) -> None:
     lineage = lineage_of(world, engine)
     for run in world.runs.values():
         mine = run.lineages.get(engine.facts.pool)
-        for entry in list(mine.held) if mine is not None else ():
-            queueing.wake(world, entry)
+        if mine is not None and mine.held:
+            version_change.look_at_held(world, run, mine)
     if lineage is None or engine.version == lineage.version:
         return
     engine.quarantine = engine.quarantine or f"it has not acknowledged version {lineage.version} yet"

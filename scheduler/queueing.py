@@ -14,6 +14,7 @@ from functools import partial
 
 from rolloutd.scheduler import computing, staleness, turns, versions
 from rolloutd.scheduler.entry import Entry, EntryKey
+from rolloutd.scheduler.group import Group
 from rolloutd.scheduler.lanes import MAX_AFFINE_ENGINES, Backlog
 from rolloutd.scheduler.lineage import Lineage
 from rolloutd.scheduler.rollout import Rollout
@@ -25,7 +26,7 @@ from rolloutd.scheduler.versions import ANYTHING
 from rolloutd.scheduler.world import World
 
 HITS_FRESH_SECONDS = 1.0  # an entry's prefix hits are looked up again after this
-REKEY_FACTOR = 1.1  # an expected length that moved by less since it was keyed does not change an entry's place
+REKEY_FACTOR = 1.2  # an expected length that moved by less since it was keyed does not change an entry's place
 
 
 def put(world: World, rollout: Rollout) -> None:
@@ -33,22 +34,17 @@ def put(world: World, rollout: Rollout) -> None:
     run = rollout.run
     spec = rollout.spec
     continued = bool(rollout.pieces)
-    group_id = "" if rollout.group is None else rollout.group.group_id
-    key = EntryKey(
-        spec.pool,
-        rollout.rollout_class,
-        spec.task_type,
-        rollout.prompt_hash,
-        group_id,
-        rollout.rollout_id if continued or not group_id else "",
-        tuple(sorted(spec.engine_labels.items())),
-        rollout.requirement,
-    )
-    entry = run.entries.get(key)
+    entry = None if continued or rollout.group is None else _siblings(rollout, rollout.group)
+    if entry is None:
+        key = _key_of(rollout, continued)
+        if continued:
+            run.lengths.note_running(rollout.prompt_hash, rollout.kind, rollout.rollout_id, rollout.kept_tokens)
+        entry = run.entries.get(key)
     if entry is None:
         token_bytes, text = full_prompt(rollout)
         entry = Entry(run, key, token_bytes, text, run.mix.name(spec.stratum), spec.engine_labels, rollout.submitted_at)
         entry.continuation = continued or spec.turn > 0
+        entry.resumed = continued
         entry.deadline_at = rollout.deadline_at
         entry.arrival = world.next_sequence()
         entry.evaluation = spec.origin is Origin.EVALUATION
@@ -64,8 +60,8 @@ def put(world: World, rollout: Rollout) -> None:
     else:
         entry.members.append(rollout)
     rollout.entry = entry
-    if continued:
-        run.lengths.note_running(rollout.prompt_hash, rollout.kind, rollout.rollout_id, rollout.kept_tokens)
+    if rollout.group is not None and not continued:
+        rollout.group.entry = entry
     if rollout.requirement is not ANYTHING and (continued or rollout.requirement.exact_version is not None):
         run.bound[rollout.rollout_id] = rollout
     run.ledger.enqueue(rollout.rollout_class, spec.task_type, 1)
@@ -75,6 +71,39 @@ def put(world: World, rollout: Rollout) -> None:
     if entry.rollout_class is RolloutClass.CRITICAL:
         world.fruitless_at.pop(entry.pool, None)
     world.dirty = True
+
+
+def _key_of(rollout: Rollout, continued: bool) -> EntryKey:
+    spec = rollout.spec
+    group_id = "" if rollout.group is None else rollout.group.group_id
+    return EntryKey(
+        spec.pool,
+        rollout.rollout_class,
+        spec.task_type,
+        rollout.prompt_hash,
+        group_id,
+        rollout.rollout_id if continued or not group_id else "",
+        tuple(sorted(spec.engine_labels.items())) if spec.engine_labels else (),
+        rollout.requirement,
+    )
+
+
+def _siblings(rollout: Rollout, group: Group) -> Entry | None:
+    """The entry that the group's last member joined, where this one has the same key."""
+    entry = group.entry
+    if (
+        entry is None
+        or not entry.members
+        or entry.rollout_class is not rollout.rollout_class
+        or entry.task_type is not rollout.task_type
+        or entry.prompt_hash != rollout.prompt_hash
+    ):
+        return None
+    spec = rollout.spec
+    same = (
+        entry.pool == spec.pool and entry.labels == spec.engine_labels and entry.key.requirement == rollout.requirement
+    )
+    return entry if same else None
 
 
 def take(world: World, rollout: Rollout) -> Entry:
@@ -159,10 +188,9 @@ def order(world: World, entry: Entry) -> None:
     entry.static_key = static_key(facts, entry.queued_at, entry.deadline_at, weights)
     bonus = weights.prefix / max(1, entry.prompt_tokens)
     bonuses: list[tuple[str, float]] = []
-    for engine, hit in entry.hits.items():  # longest first
-        if len(bonuses) == MAX_AFFINE_ENGINES:
-            break
-        bonuses.append((engine, hit * bonus))
+    if entry.segments:
+        for engine, hit in world.index.longest(entry.segments, MAX_AFFINE_ENGINES):
+            bonuses.append((engine, hit * bonus))
     backlog.order(entry, world.next_sequence(), entry.arrival, bonuses)
     world.dirty = True
 
@@ -227,7 +255,8 @@ def hold_for_prefix(world: World, entry: Entry) -> bool:
     if not len(world.computing):
         return False
     stem = world.computing.longest(entry_stems(entry))
-    if stem is None or stem[1] < max(entry.hits.values(), default=0) + settings.min_shared_tokens:
+    longest = entry.segments[0][1] if entry.segments else 0
+    if stem is None or stem[1] < longest + settings.min_shared_tokens:
         return False
     hold(world, entry, Gate.HELD_FOR_PREFIX, until)
     world.computing.wait(stem, entry)
@@ -246,26 +275,38 @@ def refresh_hits(world: World, entry: Entry) -> None:
     if entry.text is not None:
         return
     lineage = entry.run.lineage(entry.pool)
-    if world.now - entry.hits_at >= HITS_FRESH_SECONDS or entry.hits_mark != lineage.mark:
-        entry.hits = _hits(world, lineage, entry.token_bytes)
+    mark = hits_mark(world, lineage)
+    if world.now - entry.hits_at >= HITS_FRESH_SECONDS or entry.hits_mark != mark:
+        entry.segments = _segments(world, lineage, entry.token_bytes)
         entry.hits_at = world.now
-        entry.hits_mark = lineage.mark
+        entry.hits_mark = mark
 
 
-def _hits(world: World, lineage: Lineage, tokens: bytes) -> dict[str, int]:
-    """Tokens of a prompt in the engines' caches that their present weights may use, longest first."""
+def hits_mark(world: World, lineage: Lineage) -> int:
+    """Changes when prefix hits that were looked up before may not count any more, or name other engines: both only grow."""
+    return lineage.mark + world.index.unseated
+
+
+def _segments(world: World, lineage: Lineage, tokens: bytes) -> list[tuple[int, int]]:
+    """Of a prompt, what is in the engines' caches and may be used by their present weights: (engines' bits, tokens), longest
+    first; an engine has what the first that has its bit says.
+    """
+    index = world.index
     namespace, only = lineage.lookups[0]
-    hits = world.index.match(namespace, tokens)
     if only is None:
-        return hits
-    found = {engine: hit for engine, hit in hits.items() if engine in only}
-    if len(lineage.lookups) == 1:
-        return found
-    for namespace, only in lineage.lookups[1:]:
-        for engine, hit in world.index.match(namespace, tokens).items():
-            if hit > found.get(engine, 0) and (only is None or engine in only):
-                found[engine] = hit
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+        return index.segments(namespace, tokens)
+    found: list[tuple[int, int]] = []
+    for namespace, only in lineage.lookups:
+        segments = index.segments(namespace, tokens)
+        if segments and only is not None:
+            allowed = 0
+            for engine in only:
+                allowed |= index.flag(engine)
+            segments = [(mask & allowed, held) for mask, held in segments if mask & allowed]
+        found += segments
+    if len(lineage.lookups) > 1:
+        found.sort(key=lambda segment: -segment[1])
+    return found
 
 
 def note_lengths(world: World, rollout: Rollout) -> None:
@@ -329,28 +370,34 @@ def fill_facts(world: World, entry: Entry, facts: Facts) -> None:
 
 def pool_token_seconds(world: World, run: Run, pool: str) -> float:
     """Seconds one sequence needs per token in this pool, as measured; 0 before anything was."""
-    for engine in world.room(pool).members.values():
-        if engine.decode_seconds_per_token:
-            return engine.decode_seconds_per_token
-    return 0.0
+    engine = world.room(pool).paced_by
+    return 0.0 if engine is None else engine.decode_seconds_per_token
 
 
 def weights_of(world: World, run: Run) -> Weights:
-    """Weights in force: the run's own, else the phase's (prefix, diversity), else the configured ones."""
+    """Weights in force: the run's own, else the phase's (prefix, diversity), else the configured ones; as its rules turn them."""
     own = run.settings.weights
     policy = world.config.policy
     default = world.config.weights
     phase = run.phase
+    prefix = own.prefix
+    if prefix is None:
+        prefix = phase.between(policy.cold_start_prefix_weight, policy.stable_prefix_weight)
+    diversity = own.diversity
+    if diversity is None:
+        diversity = phase.between(policy.cold_start_diversity_weight, policy.stable_diversity_weight)
+    critical = default.critical if own.critical is None else own.critical
+    waiting = default.waiting if own.waiting is None else own.waiting
+    cost = default.cost if own.cost is None else own.cost
+    knobs = run.rules.knobs
+    if knobs.neutral:
+        return Weights(prefix, critical, waiting, diversity, cost)
     return Weights(
-        phase.between(policy.cold_start_prefix_weight, policy.stable_prefix_weight)
-        if own.prefix is None
-        else own.prefix,
-        default.critical if own.critical is None else own.critical,
-        default.waiting if own.waiting is None else own.waiting,
-        phase.between(policy.cold_start_diversity_weight, policy.stable_diversity_weight)
-        if own.diversity is None
-        else own.diversity,
-        default.cost if own.cost is None else own.cost,
+        knobs.weight("prefix", prefix),
+        knobs.weight("critical", critical),
+        knobs.weight("waiting", waiting),
+        knobs.weight("diversity", diversity),
+        knobs.weight("cost", cost),
     )
 
 

@@ -10,7 +10,6 @@ What this module does not know: queues, budgets, engines' room.
 
 from __future__ import annotations
 
-from collections import deque
 from typing import TYPE_CHECKING
 
 from rolloutd.scheduler.result import AttemptRecord, Piece, RolloutResult
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from rolloutd.scheduler.run import Run
     from rolloutd.scheduler.timers import Timer
 
+NOBODY: frozenset[str] = frozenset()
 STORY_ENTRIES = 48
 HISTORY_ATTEMPTS = 32
 STATE_NAMES = tuple(
@@ -64,12 +64,14 @@ class Attempt:
         "first_token_at",
         "generated_tokens",
         "kv_version",
+        "look_tokens",
         "number",
         "permit",
         "predicted_tokens",
         "progress_at",
         "promise",
         "rollout",
+        "slice_end_tokens",
         "slice_tokens",
         "stems",
         "token_bytes",
@@ -98,6 +100,7 @@ class Attempt:
         self.first_token_at: float | None = None
         self.progress_at = now
         self.generated_tokens = 0
+        self.look_tokens = 0  # nothing but sums depends on how much it has written before it has written so many
         self.cached_tokens = 0
         self.predicted_tokens = 0
         self.charged_tokens = 0.0  # against its run's share of the pool
@@ -108,6 +111,7 @@ class Attempt:
         self.token_bytes = token_bytes  # what was sent: prompt and kept partial
         self.version = engine.version  # that the engine held when it was dispatched
         self.kv_version: int | None = engine.version  # whose KV the engine keeps of it; None: mixed, of use to nobody
+        self.slice_end_tokens = 0  # its time slice is over when it has written so many, see `time_slice`
         self.slice_tokens = 0  # it ends after so many tokens although more are wanted; 0: it does not
 
 
@@ -125,6 +129,7 @@ class Rollout:
         "group",
         "history",
         "in_window",
+        "kind",
         "last_batch_id",
         "max_new_tokens",
         "needed_by_step",
@@ -148,6 +153,7 @@ class Rollout:
         "state",
         "story",
         "submitted_at",
+        "task_type",
         "timer",
         "ttl_at",
         "yielded",
@@ -167,6 +173,9 @@ class Rollout:
         self.run = run
         self.rollout_id = rollout_id
         self.spec = spec
+        self.task_type = spec.task_type
+        # What it is alike with in length.
+        self.kind: tuple[TaskType, str] = (spec.task_type, run.mix.name(spec.stratum))
         self.sample_index = sample_index
         self.consumer_id = consumer_id
         self.rollout_class = spec.rollout_class if spec.rollout_class is not None else run.settings.default_class
@@ -195,24 +204,15 @@ class Rollout:
             0  # how often it left because claims had outgrown a KV ceiling: it claims twice as much each time
         )
         self.yielded = 0  # of these, how often it was for other work
-        self.excluded: set[str] = set()  # engines that failed this rollout
+        self.excluded: frozenset[str] = NOBODY  # engines that failed this rollout
         self.pieces: list[Piece] = []
         self.pieces_by: list[tuple[str, int]] = []  # (engine id, attempt number) of each piece
-        self.history: deque[AttemptRecord] = deque(maxlen=HISTORY_ATTEMPTS)
+        self.history: list[AttemptRecord] = []  # the last `HISTORY_ATTEMPTS`
         self.requirement = ANYTHING  # versions that it accepts
         self.in_window = True  # not consumed yet, as far as a bound on samples counts it
         self.result: RolloutResult | None = None
         self.timer: Timer | None = None
-        self.story: deque[tuple[float, str]] = deque(maxlen=STORY_ENTRIES)
-
-    @property
-    def task_type(self) -> TaskType:
-        return self.spec.task_type
-
-    @property
-    def kind(self) -> tuple[TaskType, str]:
-        """What it is alike with in length: its task type and stratum."""
-        return self.spec.task_type, self.run.mix.name(self.spec.stratum)
+        self.story: list[tuple[float, str]] = []  # the last `STORY_ENTRIES`
 
     @property
     def on_preempt(self) -> OnPreempt:
@@ -264,8 +264,22 @@ class Rollout:
         """Change state; raises IllegalMove where the table has no such move."""
         if state not in MOVES[self.state]:
             raise IllegalMove(f"{self.rollout_id}: {self.state.name} -> {state.name} ({why}); story: {self.tell()}")
-        self.story.append((now, f"{STATE_NAMES[self.state]} -> {STATE_NAMES[state]}: {why}"))
+        self.note(now, f"{STATE_NAMES[self.state]} -> {STATE_NAMES[state]}: {why}")
         self.state = state
+
+    def note(self, now: float, text: str) -> None:
+        """Put something into its story. (A list: a deque is ten times as large, for each of all that wait.)"""
+        story = self.story
+        story.append((now, text))
+        if len(story) > STORY_ENTRIES:
+            del story[0]
+
+    def note_attempt(self, record: AttemptRecord) -> None:
+        """One of its attempts is over."""
+        history = self.history
+        history.append(record)
+        if len(history) > HISTORY_ATTEMPTS:
+            del history[0]
 
     def tell(self) -> str:
         """The story in one line."""

@@ -23,18 +23,20 @@ class Room:
     `reserved_short`: slots per engine that long work leaves alone now. `short_seen_at`: when short work last came.
     """
 
-    __slots__ = ("free", "long", "members", "reserved_short", "short_seen_at")
+    __slots__ = ("free", "long", "members", "paced_by", "reserved_short", "short_seen_at")
 
     def __init__(self) -> None:
         self.reserved_short = 0
         self.short_seen_at = -math.inf
         self.members: dict[str, Engine] = {}
+        self.paced_by: Engine | None = None  # the first of them whose decoding speed was measured
         self.free: dict[Engine, None] = {}
         self.long: dict[Engine, None] = {}
 
     def join(self, engine: Engine) -> None:
         self.members[engine.cache_key] = engine
         engine.room = self
+        self.note_pace(engine)
         self.note(engine)
 
     def leave(self, engine: Engine) -> None:
@@ -42,6 +44,15 @@ class Room:
         self.free.pop(engine, None)
         self.long.pop(engine, None)
         engine.room = None
+        if self.paced_by is engine:
+            self.paced_by = None
+            for other in self.members.values():
+                self.note_pace(other)
+
+    def note_pace(self, engine: Engine) -> None:
+        """An engine's speed was measured."""
+        if self.paced_by is None and engine.decode_seconds_per_token:
+            self.paced_by = engine
 
     def keep_back(self, reserved_short: int) -> None:
         """From now on long work leaves so many slots per engine alone."""

@@ -11,7 +11,7 @@ What this module does not know: how its work is placed.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from typing import TYPE_CHECKING
 
 from rolloutd.scheduler.config import SchedulerConfig
@@ -24,10 +24,14 @@ from rolloutd.scheduler.meter import Meter
 from rolloutd.scheduler.mix import Mix
 from rolloutd.scheduler.outbox import Consumer
 from rolloutd.scheduler.phase import PhaseState
+from rolloutd.scheduler.prompt import LastPrompt
 from rolloutd.scheduler.refusal import Refusal, invalid
+from rolloutd.scheduler.rules.book import RuleBook
+from rolloutd.scheduler.rules.counted import NOTHING_COUNTED
 from rolloutd.scheduler.spec import RunSettings, StepReport
 from rolloutd.scheduler.staleness import Window
 from rolloutd.scheduler.states import RolloutClass, TaskType, TrainerState
+from rolloutd.scheduler.views import Decision
 
 if TYPE_CHECKING:
     from rolloutd.scheduler.entry import Entry, EntryKey
@@ -37,6 +41,7 @@ if TYPE_CHECKING:
 
 REMEMBERED_IDS = 65_536
 MOST_POOLS = 64  # that one run may name
+KEPT_CHANGES = 64  # of its rules, the newest
 
 
 class Run:
@@ -44,7 +49,9 @@ class Run:
         "backlogs",
         "bound",
         "by_step",
+        "cached_tokens",
         "consumers",
+        "counted",
         "delivered",
         "dropped_samples",
         "dispatches",
@@ -62,6 +69,7 @@ class Run:
         "lease_timer",
         "led",
         "ledger",
+        "last_prompt",
         "lengths",
         "lineages",
         "mix",
@@ -69,6 +77,8 @@ class Run:
         "no_capacity_told_at",
         "paused",
         "phase",
+        "preemptions",
+        "prompt_tokens",
         "published",
         "queued_bytes",
         "ready",
@@ -76,12 +86,15 @@ class Run:
         "reserved_for",
         "reviewed",
         "rollouts",
+        "rule_decisions",
+        "rules",
         "run_id",
         "sampled",
         "settings",
         "slots",
         "slots_mark",
         "stale_results",
+        "state_since",
         "supply",
         "undelivered_bytes",
         "undelivered_results",
@@ -106,7 +119,12 @@ class Run:
         self.report = StepReport(step=0, trainer_state=TrainerState.UNKNOWN)
         self.ledger = Ledger(config.budget.default)
         self.lease_timer: Timer | None = None
+        self.rules = RuleBook(config.rules)
+        self.rule_decisions: deque[Decision] = deque(maxlen=KEPT_CHANGES)
+        self.counted = NOTHING_COUNTED  # as it was when rules last looked
+        self.state_since = now  # when the trainer came into the state that it reports
         self.phase = PhaseState(config.policy)
+        self.last_prompt = LastPrompt()
         self.lengths = LengthModel()
         self.mix = Mix(settings.target_mix, config.queue.max_strata)
         self.supply = Meter(now)
@@ -139,6 +157,9 @@ class Run:
         self.reserved_for: Entry | None = None  # too large for the budget's gaps: keep what frees up for it
         self.undelivered_bytes = 0
         self.undelivered_results = 0
+        self.prompt_tokens = 0  # computed or found by engines; of these, found in a prefix cache
+        self.cached_tokens = 0
+        self.preemptions = 0
         self.finished_samples = 0
         self.valid_samples = 0
         self.dropped_samples = 0

@@ -71,19 +71,25 @@ def run_view(world: World, run: Run, now: float) -> RunView:
         samples_on_their_way=run.window.outstanding if run.window is not None else 0,
         samples_allowed=run.window.capacity if run.window is not None else None,
         stale_results=run.stale_results,
+        rules=run.rules.views(),
+        rule_decisions=tuple(run.rule_decisions),
     )
 
 
 def desired_engines(world: World, run: Run, demand: float, supply: float) -> int:
-    """Engines it would take to meet the demand at the supply measured per engine; those there are when neither is known."""
+    """Engines it would take to meet the demand at the supply measured per engine; those there are when neither is known. Rules
+    scale it."""
     engines = [
         engine
         for engine in world.engines.values()
         if not engine.lost and (not engine.owner or engine.owner == run.run_id)
     ]
-    if demand <= 0.0 or supply <= 0.0 or not engines:
-        return len(engines)
-    return max(1, math.ceil(len(engines) * demand / supply))
+    wanted = float(len(engines))
+    if demand > 0.0 and supply > 0.0:
+        wanted *= demand / supply
+    if not engines:
+        return 0
+    return max(1, math.ceil(wanted * run.rules.knobs.engines_factor))
 
 
 def rollout_view(rollout: Rollout, now: float) -> RolloutView:

@@ -28,15 +28,25 @@ from rolloutd.scheduler.states import AbortReason, OnPreempt, RolloutClass, Roll
 from rolloutd.scheduler.world import World
 
 SLICE_END = AbortReason.SLICE.name.lower()  # how such an attempt stands in a rollout's history
+NEVER = 1 << 62  # tokens
 MOST_HEADS = 32  # of each lane that are compared: as many slices may end at once
 CLEARLY_LONGER = 1.1  # below this nobody is interrupted: what is gained is less than what is not known
 
 
-def consider(world: World, attempt: Attempt, before_tokens: int) -> None:
-    """It has written more: `before_tokens` until now. Interrupt it at the end of a slice where somebody should go first."""
+def consider(world: World, attempt: Attempt) -> int:
+    """It has written more: at the end of a slice, interrupt it where somebody should go first. Returns where its slice ends."""
     slice_tokens = world.config.preempt.time_slice_tokens
-    if not slice_tokens or attempt.generated_tokens // slice_tokens == before_tokens // slice_tokens:
-        return
+    if not slice_tokens:
+        return NEVER
+    end = attempt.slice_end_tokens
+    if attempt.generated_tokens >= end:
+        if end:
+            _end_of_slice(world, attempt)
+        attempt.slice_end_tokens = end = (attempt.generated_tokens // slice_tokens + 1) * slice_tokens
+    return end
+
+
+def _end_of_slice(world: World, attempt: Attempt) -> None:
     rollout = attempt.rollout
     run = rollout.run
     pool = rollout.spec.pool

@@ -32,6 +32,7 @@ class TimerKind(enum.IntEnum):
     HOUSEKEEPING = 6
     UPDATE = 7
     PLACE = 8
+    RULES = 9
 
 
 class Timer:

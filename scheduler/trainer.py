@@ -15,6 +15,7 @@ from rolloutd.scheduler import budgeting, colocation, letting_in, lifecycle, pub
 from rolloutd.scheduler.mix import Mix
 from rolloutd.scheduler.refusal import Refusal, invalid
 from rolloutd.scheduler.rollout import Rollout
+from rolloutd.scheduler.rules import watch
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.spec import RolloutUpdate, RunSettings, StepReport
 from rolloutd.scheduler.states import Code, Gate, Outcome, RolloutState
@@ -49,6 +50,8 @@ def report_step(world: World, run: Run, report: StepReport) -> Refusal | None:
     if refusal is not None:
         return refusal
     advanced = report.step > run.report.step
+    if report.trainer_state is not run.report.trainer_state:
+        run.state_since = world.now
     run.report = report
     if run.phase.advance(report.step, report.policy_entropy):
         world.record("info", "phase_changed", run=run.run_id, phase=run.phase.phase.name, step=report.step)
@@ -85,6 +88,7 @@ def update(world: World, run: Run, updates: tuple[RolloutUpdate, ...]) -> Refusa
 
 def end_run(world: World, run: Run) -> None:
     run.ended = True
+    watch.end_run(world, run)
     for rollout in list(run.rollouts.values()):
         lifecycle.cancel(world, rollout, Outcome.RUN_ENDED)
     publishing.orphan(world, run, f"run {run.run_id!r} has ended", pushed_only=False)

@@ -91,8 +91,11 @@ def rejoin(world: World, run: Run, pool: str) -> None:
     It starts level with the least of those who are there; where nobody is, with the most of all, so that whoever comes
     next finds it level.
     """
-    running = {run_id for engine in world.engines.values() if engine.facts.pool == pool for run_id in engine.kv_by_run}
     others = [other for other in world.runs.values() if other is not run and pool in other.virtual_tokens]
+    if not others:
+        run.virtual_tokens[pool] = max(run.virtual_tokens.get(pool, 0.0), 0.0)
+        return
+    running = {run_id for engine in world.engines.values() if engine.facts.pool == pool for run_id in engine.kv_by_run}
     present = [other.virtual_tokens[pool] for other in others if other.run_id in running or other.waits_in(pool)]
     base = min(present) if present else max((other.virtual_tokens[pool] for other in others), default=0.0)
     run.virtual_tokens[pool] = max(run.virtual_tokens.get(pool, 0.0), base)

@@ -2,6 +2,7 @@
 
 Invariants
 - Stale prefixes match nothing from that moment on.
+- However many wait, one event looks at a bounded number of them.
 - Queued rollouts whose kept tokens are of no use any more start again; those whose exact version is gone end; those that waited
   for a version look again.
 
@@ -10,6 +11,8 @@ What this module does not know: why versions changed.
 
 from __future__ import annotations
 
+from itertools import islice
+
 from rolloutd.scheduler import lifecycle, queueing, versions
 from rolloutd.scheduler.lineage import Lineage
 from rolloutd.scheduler.refusal import Refusal
@@ -17,6 +20,8 @@ from rolloutd.scheduler.rollout import Rollout
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.states import Code, Outcome
 from rolloutd.scheduler.world import World
+
+MOST_AT_ONCE = 256  # rollouts, and as many entries, looked at in one event: a few milliseconds
 
 
 def note(world: World, run: Run, lineage: Lineage) -> None:
@@ -30,13 +35,44 @@ def note(world: World, run: Run, lineage: Lineage) -> None:
     lineage.note_engines(engines, ttl_versions)
     serving = [one.version for one in engines if one.keeps_version]
     world.index.advance_version(lineage.owner, min(serving, default=lineage.version), ttl_versions)
-    held: dict[int, bool] = {}  # older exact version -> whether an engine still holds it
-    for rollout in list(run.bound.values()):
-        if rollout.spec.pool == lineage.pool and rollout.rollout_id in run.bound:
-            _look_at(world, rollout, lineage, held)
-    for entry in list(lineage.held):
-        queueing.wake(world, entry)
+    for rollout in run.bound.values():
+        if rollout.spec.pool == lineage.pool:
+            lineage.unseen_rollouts[rollout] = None
+    look_at_held(world, run, lineage)
     world.dirty = True
+
+
+def look_at_held(world: World, run: Run, lineage: Lineage) -> None:
+    """Those that wait for a version look again: some now, the rest with the next Ticks."""
+    for entry in lineage.held:
+        lineage.unseen_entries[entry] = None  # one that is there already keeps its place
+    world.unseen[lineage] = run
+    _look_on(world, run, lineage)
+
+
+def go_on(world: World) -> None:
+    """With each Tick: those that are still to be looked at after a change of version."""
+    for lineage, run in list(world.unseen.items()):
+        _look_on(world, run, lineage)
+
+
+def _look_on(world: World, run: Run, lineage: Lineage) -> None:
+    """Look at up to `MOST_AT_ONCE` of those that were here when versions changed. Until all were seen, none of the lineage's
+    work that depends on versions starts.
+    """
+    held: dict[int, bool] = {}  # older exact version -> whether an engine still holds it
+    for rollout in list(islice(lineage.unseen_rollouts, MOST_AT_ONCE)):
+        del lineage.unseen_rollouts[rollout]
+        if run.bound.get(rollout.rollout_id) is rollout:
+            _look_at(world, rollout, lineage, held)
+    if not lineage.unseen_rollouts:
+        for entry in list(islice(lineage.unseen_entries, MOST_AT_ONCE)):
+            del lineage.unseen_entries[entry]
+            if entry in lineage.held:
+                queueing.wake(world, entry)
+    if not lineage.unseen:
+        world.unseen.pop(lineage, None)
+        world.dirty = True
 
 
 def prefix_ttl_versions(world: World, run: Run) -> int:

@@ -53,11 +53,14 @@ def requirement_of(run: Run, spec: RolloutSpec) -> Requirement:
         return Requirement(spec.min_version or 0, spec.exact_version, spec.max_staleness, span)
     staleness = settings.max_staleness if spec.max_staleness is None else spec.max_staleness
     least = settings.min_version if spec.min_version is None else spec.min_version
-    wanted = Requirement(least, None, staleness, span)
-    return ANYTHING if wanted == ANYTHING else wanted
+    if staleness is None and span is None and not least:
+        return ANYTHING
+    return Requirement(least, None, staleness, span)
 
 
 def check_fields(spec: RolloutSpec) -> Refusal | None:
+    if spec.min_version is spec.exact_version is spec.max_staleness is spec.max_partial_span is None:
+        return None
     for name in ("min_version", "exact_version", "max_staleness", "max_partial_span"):
         value = getattr(spec, name)
         if value is not None and value < 0:
@@ -168,12 +171,15 @@ def must_restart(world: World, rollout: Rollout) -> bool:
 # what came back --------------------------------------------------------------------------------------------------------
 
 
-class Origins(NamedTuple):
+class Origins:
     """Versions of the leading spans of a piece, how many tokens they cover, and what is wrong with the rest."""
 
-    versions: tuple[int, ...]
-    tokens: int
-    problem: str
+    __slots__ = ("problem", "tokens", "versions")
+
+    def __init__(self, versions: tuple[int, ...], tokens: int, problem: str) -> None:
+        self.versions = versions
+        self.tokens = tokens
+        self.problem = problem
 
 
 def origins(attempt: Attempt, piece: Piece) -> Origins:

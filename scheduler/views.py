@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from rolloutd.scheduler.considered import Candidate, Considered
 from rolloutd.scheduler.result import RolloutResult
+from rolloutd.scheduler.rules.book import RuleView
 from rolloutd.scheduler.spec import Budget, RunSettings
 from rolloutd.scheduler.states import Gate, Origin, RolloutClass, RolloutState, TaskType, TrainerState
 
@@ -28,11 +29,13 @@ class DecisionKind(enum.IntEnum):
     RETRIED = 4
     PROMOTED = 5
     REFUSED = 6
+    RULE_FIRED = 7  # about a run, not a rollout
+    RULE_ENDED = 8
 
 
 @dataclass(init=False, slots=True)
 class Decision:
-    """Why a rollout went to an engine, or was held or interrupted."""
+    """Why a rollout went to an engine, or was held or interrupted; or why a rule of its run fired or ended (`rollout_id` "")."""
 
     at_seconds: float
     kind: DecisionKind
@@ -121,6 +124,8 @@ class RunView:
     samples_on_their_way: int = 0  # reserved or generated and not consumed, where staleness bounds them
     samples_allowed: int | None = None  # None: not bounded
     stale_results: int = 0  # withheld or flagged
+    rules: tuple[RuleView, ...] = ()
+    rule_decisions: tuple[Decision, ...] = ()  # the newest, oldest first
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,10 @@ from rolloutd.scheduler.computing import Computing
 from rolloutd.scheduler.config import SchedulerConfig
 from rolloutd.scheduler.considered import NOTHING, Considered
 from rolloutd.scheduler.engine import Engine
+from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.index import PrefixIndex
 from rolloutd.scheduler.kv_cache_mirror import KvCacheMirror
+from rolloutd.scheduler.lineage import Lineage
 from rolloutd.scheduler.outbox import Consumer
 from rolloutd.scheduler.publication import EngineUpdate
 from rolloutd.scheduler.refusal import Refusal
@@ -33,10 +35,11 @@ from rolloutd.scheduler.room import Room
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.spec import RunSettings
 from rolloutd.scheduler.states import SHORT_TASKS, Code, Gate, RolloutClass, RolloutState, Verb
-from rolloutd.scheduler.timers import Timers
+from rolloutd.scheduler.timers import Timer, Timers
 from rolloutd.scheduler.views import Decision, DecisionKind
 
 MIRROR_PART = 4  # of the index's memory, at most one in so many bytes is for what engines report of their caches
+NO_LIMIT = 1 << 60  # tokens
 MOST_POOLS = 1024  # lists of engines remembered by run, pool and labels
 
 
@@ -44,6 +47,42 @@ def largest(limits: Iterable[int]) -> int:
     """The largest of several engines' limits, where 0 means that an engine has none or does not say."""
     known = list(limits)
     return max(known) if known and all(known) else 0
+
+
+class PoolLimits:
+    """What some engines take at most. 0: no limit, or one of them has none or does not say.
+
+    context, prompt, capacity: tokens, of the one that takes most. vocabulary: of the smallest that is known; 0: none is.
+    """
+
+    __slots__ = ("capacity", "context", "page", "prompt", "vocabulary")
+
+    def __init__(self, engines: list[Engine]) -> None:
+        self.context = largest([engine.facts.context_tokens for engine in engines])
+        self.prompt = largest([engine.facts.max_prompt_tokens for engine in engines])
+        self.capacity = largest([engine.facts.kv_capacity_tokens for engine in engines])
+        self.page = min([engine.facts.page_tokens for engine in engines], default=1)
+        self.vocabulary = min([one.facts.vocabulary_size for one in engines if one.facts.vocabulary_size], default=0)
+
+
+class PoolShape:
+    """Some engines: their bits in the prefix index, and what each of them takes.
+
+    least_prompt, least_whole: tokens of a prompt, and of a prompt with its output, that fit all of them.
+    """
+
+    __slots__ = ("engines", "least_prompt", "least_whole", "mask")
+
+    def __init__(self, engines: list[Engine], index: PrefixIndex) -> None:
+        self.engines = engines
+        self.mask = 0
+        self.least_prompt = self.least_whole = NO_LIMIT
+        for engine in engines:
+            facts = engine.facts
+            self.mask |= index.flag(engine.cache_key)
+            capacity = facts.kv_capacity_tokens // facts.page_tokens * facts.page_tokens
+            self.least_prompt = min(self.least_prompt, facts.max_prompt_tokens or NO_LIMIT)
+            self.least_whole = min(self.least_whole, facts.context_tokens or NO_LIMIT, capacity or NO_LIMIT)
 
 
 class World:
@@ -67,7 +106,10 @@ class World:
         self.gates: Counter[Gate] = Counter()
         self.fleet_mark = 0  # grows when an engine joins (again), drains, is lost or found, is removed or forgotten
         self._pools: dict[tuple[str, str, tuple[tuple[str, str], ...]], list[Engine]] = {}  # as of `_pools_mark`
+        self._limits: dict[tuple[str, str, tuple[tuple[str, str], ...]], PoolLimits] = {}  # of the same
         self._pools_mark = -1
+        self._shapes: dict[tuple[str, str, tuple[tuple[str, str], ...]], PoolShape] = {}  # as of `_shapes_mark`
+        self._shapes_mark = -1
         self.closing: dict[tuple[str, str], tuple[Run, Consumer]] = {}  # half-closed streams that still owe results
         self.clearing: dict[str, EngineUpdate] = {}  # updates that wait for work to leave their engine
         self.ended_updates: list[EngineUpdate] = []  # since the event that is being handled began
@@ -75,8 +117,11 @@ class World:
         self.returned: list[Engine] = []  # that have it back, since the event that is being handled began
         self.controls: dict[int, Verb] = {}  # control calls that are out
         self.control_ids = 0
+        self.unseen: dict[Lineage, Run] = {}  # where waiting work is still to be looked at after a change of version
         self.stirred: dict[Run, None] = {}  # where somebody else may be let in now: see `letting_in`
         self.place_at = -math.inf  # of the newest PLACE timer
+        self.reordering: dict[Entry, None] = {}  # entries whose key is by weights that hold no longer
+        self.rules_timer: Timer | None = None  # when rules are looked at; None: there are none
         self.last_calls_since = -math.inf  # when engines began to be let go after an update: see `updating`
         self.leaving: dict[str, Engine] = {}  # removed and not forgotten yet: attempts still run there
         self.dirty = False  # something changed that scheduling could use
@@ -117,7 +162,7 @@ class World:
 
     def fresh_attempt_id(self) -> str:
         """32 hex digits: fixed length, because engines match abort ids by prefix (property P6)."""
-        return f"{self.rng.getrandbits(128):032x}"
+        return self.rng.getrandbits(128).to_bytes(16, "big").hex()
 
     def fresh_salt(self, label: str) -> str:
         """Names KV that no earlier work on any engine can match, whichever run, process or life of ours it was for."""
@@ -203,19 +248,45 @@ class World:
         """Engines that may ever run such work; looked up again when engines came or went."""
         if self._pools_mark != self.fleet_mark:
             self._pools.clear()
+            self._limits.clear()
             self._pools_mark = self.fleet_mark
-        key = (run.run_id, pool, tuple(sorted(labels.items())))
+        key = (run.run_id, pool, tuple(sorted(labels.items())) if labels else ())
         found = self._pools.get(key)
         if found is None:
             if len(self._pools) >= MOST_POOLS:
                 self._pools.clear()
+                self._limits.clear()
             found = [engine for engine in self.engines.values() if self.serves(engine, run, pool, labels)]
             self._pools[key] = found
         return found
 
+    def pool_shape(self, run: Run, pool: str, labels: tuple[tuple[str, str], ...]) -> PoolShape:
+        """What the live engines among `pool_engines` have in common; worked out again when engines or their bits changed."""
+        mark = self.fleet_mark + self.index.unseated  # both only grow
+        if self._shapes_mark != mark:
+            self._shapes.clear()
+            self._shapes_mark = mark
+        key = (run.run_id, pool, labels)
+        shape = self._shapes.get(key)
+        if shape is None:
+            if len(self._shapes) >= MOST_POOLS:
+                self._shapes.clear()
+            live = [one for one in self.pool_engines(run, pool, dict(labels)) if not one.lost and not one.draining]
+            shape = self._shapes[key] = PoolShape(live, self.index)
+        return shape
+
+    def pool_limits(self, run: Run, pool: str, labels: Mapping[str, str]) -> PoolLimits:
+        """Of `pool_engines`; looked up again with them."""
+        engines = self.pool_engines(run, pool, labels)
+        key = (run.run_id, pool, tuple(sorted(labels.items())) if labels else ())
+        limits = self._limits.get(key)
+        if limits is None:
+            limits = self._limits[key] = PoolLimits(engines)
+        return limits
+
     def longest_prompt(self, run: Run, pool: str, labels: Mapping[str, str]) -> int:
         """Tokens of the longest prompt that some engine of the pool takes; 0 where one has no limit or does not say."""
-        return largest(engine.facts.max_prompt_tokens for engine in self.pool_engines(run, pool, labels))
+        return self.pool_limits(run, pool, labels).prompt
 
     def room(self, pool: str) -> Room:
         room = self.rooms.get(pool)

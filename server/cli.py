@@ -1,4 +1,4 @@
-"""The command `rolloutd`: serve, check, health, engine-sim, submit, publish, lineage, demo, calibrate, replay, simulate.
+"""The command `rolloutd`: serve, config, check, health, engine-sim, submit, publish, lineage, demo, calibrate, replay, simulate.
 
 Invariants
 - Parsing needs nothing heavy; each command imports what it runs.
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rolloutd.server.config_keys import ConfigError
+from rolloutd.server.preset import PRESETS
 
 if TYPE_CHECKING:
     from rolloutd.server.config import ServerConfig
@@ -86,6 +87,16 @@ def _parser(command: Sequence[str]) -> argparse.ArgumentParser:
     )
     _add_configuration(check)
     check.set_defaults(run=_check)
+
+    config = commands.add_parser(
+        "config",
+        help="print the effective configuration as a file",
+        description="Print the effective configuration as YAML that can be used as a file: a place to start from. Comments say "
+        "where a value came from that is not the default.",
+    )
+    _add_configuration(config)
+    config.add_argument("--changed", action="store_true", help="only what is not as by default")
+    config.set_defaults(run=_config)
 
     health = commands.add_parser(
         "health",
@@ -203,6 +214,7 @@ def _access(options: argparse.Namespace, key_file: Path | None = None) -> dict[s
 
 def _add_configuration(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file")
+    parser.add_argument("--preset", metavar="NAME", help="start from one of: " + ", ".join(PRESETS))
     parser.add_argument(
         "--engine",
         action="append",
@@ -219,6 +231,7 @@ def _configuration(options: argparse.Namespace) -> ServerConfig:
 
     flags: dict[str, Any] = {"engines": options.engine, "engine.vocabulary_size": options.vocabulary_size}
     for name, key in (
+        ("preset", "preset"),
         ("host", "server.host"),
         ("port", "server.port"),
         ("prometheus_port", "server.prometheus_port"),
@@ -241,6 +254,12 @@ def _serve(options: argparse.Namespace) -> int:
     from rolloutd.server.process import run
 
     return run(config, announce)
+
+
+def _config(options: argparse.Namespace) -> int:
+    from rolloutd.server.show_config import show_config
+
+    return show_config(_configuration(options), sys.stdout, changed_only=options.changed)
 
 
 def _check(options: argparse.Namespace) -> int:

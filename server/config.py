@@ -1,4 +1,4 @@
-"""The server's configuration: YAML file < environment < flags, merged once into one frozen tree that knows its origins.
+"""The server's configuration: preset < YAML file < environment < flags, merged into one frozen tree that knows its origins.
 
 Invariants
 - An unknown key is refused with a suggestion; nothing is ignored. The order of keys has no meaning.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -36,10 +36,14 @@ from rolloutd.scheduler.config import (
 from rolloutd.scheduler.spec import Budget
 from rolloutd.server.access import is_loopback, read_api_keys
 from rolloutd.server.config_keys import CORE_SECTIONS, KEYS, STRUCTURED_KEYS, ConfigError
+from rolloutd.server.config_rules import read_rules
+from rolloutd.server.preset import preset_text
 from rolloutd.server.tls import TlsSettings, check_tls
 
 ENV_PREFIX = "ROLLOUTD_"
 ENV_ENGINES = "ROLLOUTD_ENGINES"  # comma-separated; each as in --engine
+ENV_PRESET = "ROLLOUTD_PRESET"
+LAYERS = ("default", "preset", "file", "env", "flag")  # from weak to strong
 DEFAULT_POOL = "policy"
 
 # Settings that other systems' files carry and that would have no effect here yet.
@@ -97,7 +101,7 @@ class EngineManagerSettings:
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Everything a server is started with. `origins`: key -> default | file | env | flag."""
+    """Everything a server is started with. `origins`: key -> one of `LAYERS`. `source`: what it was read from, to read again."""
 
     host: str = "127.0.0.1"
     port: int = 50051
@@ -120,6 +124,20 @@ class ServerConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     values: Mapping[str, Any] = field(default_factory=dict)
     origins: Mapping[str, str] = field(default_factory=dict)
+    source: ConfigSource | None = field(default=None, repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigSource:
+    """Arguments of `load_config`; of the environment only what it reads."""
+
+    file: Path | None
+    environment: Mapping[str, str]
+    flags: Mapping[str, Any]
+
+    def load(self) -> ServerConfig:
+        """Read everything again. Raises ConfigError."""
+        return load_config(self.file, self.environment, self.flags)
 
 
 def load_config(
@@ -127,16 +145,17 @@ def load_config(
     environment: Mapping[str, str] | None = None,
     flags: Mapping[str, Any] | None = None,
 ) -> ServerConfig:
-    """Merge file, environment and flags (dotted keys; None is "not given"). Raises ConfigError."""
+    """Merge preset, file, environment and flags (dotted keys; None is "not given"). Raises ConfigError."""
     values: dict[str, Any] = {key: spec.default for key, spec in KEYS.items()}
     origins = dict.fromkeys([*KEYS, *STRUCTURED_KEYS], "default")
-    values["engines"], values["pools"] = [], {}
+    values["engines"], values["pools"], values["rules"] = [], {}, []
+    named = {name: text for name, text in (environment or {}).items() if _is_setting(name)}
     layers = [
         ("file", _read_file(file) if file is not None else {}),
-        ("env", _read_environment(environment or {})),
+        ("env", _read_environment(named)),
         ("flag", {key: value for key, value in (flags or {}).items() if value is not None}),
     ]
-    for origin, layer in layers:
+    for origin, layer in [("preset", _read_preset(layers)), *layers]:
         for key, value in layer.items():
             if key not in KEYS and key not in STRUCTURED_KEYS:
                 raise ConfigError(f"unknown key {key!r} ({origin}){_suggestion(key)}")
@@ -146,7 +165,27 @@ def load_config(
         if values[key] != neutral:
             raise ConfigError(f"{key} ({origins[key]}): {problem}")
     _apply_prefix_ttl_steps(values, origins)
-    return _build(values, origins)
+    _apply_settled_weights(values, origins)
+    return replace(_build(values, origins), source=ConfigSource(file, named, dict(flags or {})))
+
+
+def _read_preset(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """What the preset says that the strongest layer names."""
+    for origin, layer in reversed(layers):
+        if (name := layer.get("preset")) is not None:
+            name = KEYS["preset"].parse(name, origin)
+            return _flat(yaml.safe_load(preset_text(name)), f"preset {name}")
+        if "preset" in layer:
+            break  # null: none, whatever weaker layers say
+    return {}
+
+
+def _apply_settled_weights(values: dict[str, Any], origins: dict[str, str]) -> None:
+    """`weights.prefix` and `weights.diversity` are what phases settle at, unless `policy.stable_*_weight` is given as well."""
+    for name in ("prefix", "diversity"):
+        key, own = f"weights.{name}", f"policy.stable_{name}_weight"
+        if LAYERS.index(origins[key]) > LAYERS.index(origins[own]):
+            values[own], origins[own] = values[key], origins[key]
 
 
 def _apply_prefix_ttl_steps(values: dict[str, Any], origins: dict[str, str]) -> None:
@@ -176,10 +215,15 @@ def _read_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read {path}: {error.strerror or error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from error
+    return _flat(document, str(path))
+
+
+def _flat(document: Any, name: str) -> dict[str, Any]:
+    """A file's tables as dotted keys."""
     if document is None:
         return {}
     if not isinstance(document, dict):
-        raise ConfigError(f"{path}: the top level must be a table of sections, got {type(document).__name__}")
+        raise ConfigError(f"{name}: the top level must be a table of sections, got {type(document).__name__}")
     flat: dict[str, Any] = {}
     _flatten(document, "", flat)
     return flat
@@ -200,12 +244,19 @@ def _flatten(table: Mapping[Any, Any], prefix: str, flat: dict[str, Any]) -> Non
             flat[key] = value
 
 
+def _is_setting(name: str) -> bool:
+    """Whether an environment variable is one of ours, and no secret: keys of clients begin with the same prefix."""
+    return name in (ENV_ENGINES, ENV_PRESET) or (name.startswith(ENV_PREFIX) and "__" in name)
+
+
 def _read_environment(environment: Mapping[str, str]) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, text in sorted(environment.items()):
         if name == ENV_ENGINES:
             flat["engines"] = [parse_engine_flag(part.strip()) for part in text.split(",") if part.strip()]
-        elif name.startswith(ENV_PREFIX) and "__" in name:
+        elif name == ENV_PRESET:
+            flat["preset"] = text or None
+        else:
             key = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
             if key not in KEYS:
                 raise ConfigError(f"unknown key {key!r} (environment variable {name}){_suggestion(key)}")
@@ -261,6 +312,7 @@ def _build(values: dict[str, Any], origins: dict[str, str]) -> ServerConfig:
         publish=PublishSettings(**core["publish"]),
         delivery=DeliverySettings(**core["delivery"]),
         index=IndexSettings(**core["index"]),
+        rules=read_rules(values["rules"], origins["rules"]),
     )
     manager = section("engine")
     vocabulary_size = manager.pop("vocabulary_size")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rolloutd.scheduler.config import SchedulerConfig
+from rolloutd.server.preset import PRESETS
 
 # Section name in a file -> field of SchedulerConfig. "scheduler" is the queue's section: DESIGN's table names it so.
 CORE_SECTIONS: Mapping[str, str] = {
@@ -46,10 +47,11 @@ _BOUNDS: Mapping[str, tuple[float, float, bool]] = {
     "scheduler.long_quantum": (1, _UNBOUNDED, False),
     "scheduler.decision_ring": (1, 10_000_000, False),
     "scheduler.max_strata": (1, 4096, False),
+    "scheduler.rule_period_seconds": (0, 86_400, True),
     "policy.entropy_band": (0, 10, False),
     "policy.cold_start_batch_size": (1, 4096, False),
-    "policy.cold_start_tail_fill": (0, 1, True),
-    "policy.stable_tail_fill": (0, 1, True),
+    "policy.cold_start_tail_fill": (0, 1, False),
+    "policy.stable_tail_fill": (0, 1, False),
     "policy.stable_lower_turn": (2, _UNBOUNDED, False),
     "budget.shrink_seconds": (0, _UNBOUNDED, True),
     "budget.kv_watermark": (0, 1, True),
@@ -166,6 +168,7 @@ def _core_keys() -> list[KeySpec]:
 
 # Not fields of the core's tree: see `config.py` for what each becomes.
 _SERVER_KEYS = [
+    KeySpec("preset", str, None, nullable=True, choices=PRESETS),
     KeySpec("budget.max_gpu_memory_mb", float, None, nullable=True),
     KeySpec("budget.training_reserved_mb", float, None, nullable=True),
     KeySpec("budget.max_inference_mb", float, None, nullable=True),
@@ -208,4 +211,4 @@ _SERVER_KEYS = [
 KEYS: Mapping[str, KeySpec] = {spec.key: spec for spec in [*_core_keys(), *_SERVER_KEYS]}
 
 # Keys whose value is a list or a table, each with its own reader in `config.py`.
-STRUCTURED_KEYS = ("engines", "pools")
+STRUCTURED_KEYS = ("engines", "pools", "rules")

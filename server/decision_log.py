@@ -1,7 +1,7 @@
 """Decisions in a file, for those who want to know tomorrow why something was placed today.
 
 Invariants
-- Each decision about a rollout is written once.
+- Each decision about a rollout is written once, and so is each firing and end of a run's rules.
 
 What this module does not know: files, and why something was decided.
 """
@@ -32,7 +32,9 @@ class DecisionLog:
         """Keep the decisions behind every dispatch and every end."""
         redelivery = isinstance(event, events.AttachConsumer)
         for action in result:
-            if isinstance(action, actions.Dispatch):
+            if isinstance(action, actions.Decided):
+                self._lines.put(self._line(action.decision))
+            elif isinstance(action, actions.Dispatch):
                 self._keep(action.run_id, action.rollout_id)
             elif isinstance(action, actions.Deliver | actions.Undelivered) and not redelivery:
                 if isinstance(action.event, actions.Finished):

@@ -20,14 +20,16 @@ from typing import Any
 
 import msgspec
 
-from rolloutd.scheduler import actions, events, spec, states
+from rolloutd.scheduler import actions, config, events, spec, states
 from rolloutd.scheduler.result import RolloutResult
+from rolloutd.scheduler.rules import rule
 
 # Told by callers, or by doors about engines. Engines' reports are not kept: another schedule gets others.
 KEPT = frozenset(
     kind.__name__
     for kind in (
         events.ConfigureRun,
+        events.Reconfigure,
         events.PauseRun,
         events.ResumeRun,
         events.EndRun,
@@ -52,7 +54,7 @@ class EventLogError(ValueError):
 # Types of fields come with the values: a compiled dataclass no longer knows those of its own.
 _CLASSES: dict[str, type[Any]] = {
     name: kind
-    for module in (events, spec)
+    for module in (config, events, rule, spec)
     for name, kind in vars(module).items()
     if isinstance(kind, type) and dataclasses.is_dataclass(kind)
 }

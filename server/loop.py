@@ -121,6 +121,10 @@ class RunLoop:
         if not waiter.done():
             self._tick_waiters.remove(waiter)
 
+    def set_interval(self, interval_seconds: float) -> None:
+        """The longest time between what wants a tick and the tick, from the next one on."""
+        self._interval_seconds = interval_seconds
+
     # -- doors and outboxes ------------------------------------------------------------------------------------------
 
     def add_door(self, engine_id: str, door: Engine) -> None:
@@ -228,7 +232,7 @@ class RunLoop:
             case actions.Record():
                 write = self._log.warning if action.level == "warning" else self._log.info
                 write(action.event, **action.fields)
-            case actions.Refuse() | actions.PublishProgress() | actions.PublishEnded():
+            case actions.Refuse() | actions.PublishProgress() | actions.PublishEnded() | actions.Decided():
                 pass  # the caller of post() and the observers read them
 
     async def _attempt(self, dispatch: actions.Dispatch, held: _Door | None) -> None:

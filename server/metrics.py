@@ -30,6 +30,8 @@ from rolloutd.scheduler.states import OUTCOMES, AbortReason, RolloutClass, TaskT
 from rolloutd.scheduler.views import RunView
 from rolloutd.server.kv_metrics import KvEventsMetrics
 from rolloutd.server.loop import RunLoop
+from rolloutd.server.reload import Reloader
+from rolloutd.server.rule_metrics import RuleMetrics
 from rolloutd.server.state import ServerState
 from rolloutd.server.tallies import CountTally, SpreadTally
 from rolloutd.server.version_metrics import VersionMetrics, engine_versions, run_versions
@@ -50,7 +52,7 @@ _CLASS_TASK = ("rollout_class", "task_type")
 class Metrics:
     """One registry per server; `observe` hangs on the run loop."""
 
-    def __init__(self, state: ServerState) -> None:
+    def __init__(self, state: ServerState, reloader: Reloader) -> None:
         self._loop: RunLoop = state.loop
         self.registry = CollectorRegistry()
         for process_collector in (ProcessCollector, PlatformCollector, GCCollector):
@@ -84,6 +86,7 @@ class Metrics:
         self._versions = VersionMetrics(self.registry, state.loop.clock)
         self._trainers: dict[str, _TrainerClock] = {}
         self.registry.register(_Views(state, self._trainers))
+        self.registry.register(RuleMetrics(state, reloader))
         self.registry.register(KvEventsMetrics(state.engines, state.loop))
         state.loop.observers.append(self.observe)
 

@@ -45,6 +45,7 @@ from rolloutd.server.loop import RunLoop
 from rolloutd.server.metrics import Metrics
 from rolloutd.server.metrics_endpoint import MetricsEndpoint
 from rolloutd.server.publications import Publications
+from rolloutd.server.reload import Reloader
 from rolloutd.server.rollout_service import RolloutService
 from rolloutd.server.run_service import RunService
 from rolloutd.server.state import ServerState
@@ -99,7 +100,8 @@ class Server:
             Publications(self.loop),
             self.loop.clock(),
         )
-        self.metrics = Metrics(self.state)
+        self.reloader = Reloader(self.state)
+        self.metrics = Metrics(self.state, self.reloader)
         self._endpoint: MetricsEndpoint | None = None
         self._files: list[JsonLines[Any]] = []
         self._health = health.aio.HealthServicer()
@@ -236,7 +238,8 @@ Announce = Callable[[Server], Coroutine[Any, Any, None]]
 
 
 async def serve(config: ServerConfig, announce: Announce) -> None:
-    """Run a server until SIGTERM or SIGINT, then drain; a second signal exits at once. `announce` once it listens."""
+    """Run a server until SIGTERM or SIGINT, then drain; a second signal exits at once. SIGHUP reads the configuration again.
+    `announce` once it listens."""
     server = Server(config)
     stop = asyncio.Event()
 
@@ -248,7 +251,10 @@ async def serve(config: ServerConfig, announce: Announce) -> None:
     running = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         running.add_signal_handler(number, on_signal)
+    if hasattr(signal, "SIGHUP"):  # not on Windows
+        running.add_signal_handler(signal.SIGHUP, lambda: server.loop.spawn(server.reloader.on_signal(), "reload"))
     await server.start()
+    server.loop.spawn(server.reloader.watch(), "watch configuration")
     garbage = Garbage(server.loop.is_quiet)
     garbage.start()
     server.loop.spawn(garbage.run(), "garbage")

@@ -130,7 +130,8 @@ class RunService(RunServiceServicer):
         return view
 
     def _run(self, view: RunView) -> Run:
-        return to_run(view, self._state.config.scheduler, self._loop.connected_consumers(view.run_id))
+        connected = self._loop.connected_consumers(view.run_id)
+        return to_run(view, self._state.config.scheduler, connected, self._loop.clock())
 
     def _state_of(self, view: RunView) -> RunState:
         return to_run_state(view, self._loop.connected_consumers(view.run_id))

@@ -80,6 +80,8 @@ _DECISIONS = {
     DecisionKind.RETRIED: 4,
     DecisionKind.PROMOTED: 5,
     DecisionKind.REFUSED: 6,
+    DecisionKind.RULE_FIRED: 7,
+    DecisionKind.RULE_ENDED: 8,
 }
 
 

@@ -19,6 +19,7 @@ from rolloutd.scheduler.config import SchedulerConfig
 from rolloutd.scheduler.spec import Budget, Quota, RunSettings, StepReport, Weights
 from rolloutd.scheduler.states import OnPreempt, OnStale, ReleaseMemory, RolloutClass, TaskType, TrainerState
 from rolloutd.scheduler.views import Counts, RunView
+from rolloutd.server.translate_event import to_decision
 from rolloutd.server.translate_request import MAX_SECONDS, Checker
 from rolloutd.v1 import Budget as BudgetMessage
 from rolloutd.v1 import (
@@ -26,6 +27,7 @@ from rolloutd.v1 import (
     ClassState,
     ReportStepRequest,
     RolloutDefaults,
+    RuleState,
     Run,
     RunConfig,
     RunState,
@@ -128,11 +130,12 @@ def _version_changes(current: RunSettings, message: RunConfig, check: Checker) -
     return changes
 
 
-def to_run(view: RunView, config: SchedulerConfig, connected_consumers: int) -> Run:
+def to_run(view: RunView, config: SchedulerConfig, connected_consumers: int, now: float) -> Run:
     return Run(
         run_id=view.run_id,
         config=to_run_config(view.settings, config),
         state=to_run_state(view, connected_consumers),
+        rule_decisions=[to_decision(one, now, view.policy_version) for one in view.rule_decisions],
     )
 
 
@@ -209,6 +212,10 @@ def to_run_state(view: RunView, connected_consumers: int) -> RunState:
         samples_on_their_way=view.samples_on_their_way,
         samples_allowed=view.samples_allowed,
         stale_results=view.stale_results,
+        rules=[
+            RuleState(name=one.name, metric=one.metric, value=one.value, active=one.active, firings=one.firings)
+            for one in view.rules
+        ],
     )
     if view.trainer_state is not TrainerState.UNKNOWN or view.step:
         message.step = view.step

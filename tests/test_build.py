@@ -68,6 +68,7 @@ def test_without_a_compiler_a_wheel_is_plain_python_and_says_so(checkout: Path) 
     (wheel,) = (checkout / "dist").iterdir()
     assert wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
+    assert "rolloutd/server/presets/simple.yaml" in names
     assert "rolloutd/scheduler/machine.py" in names and not any(name.endswith((".so", ".pyd")) for name in names)
 
 

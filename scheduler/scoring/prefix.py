@@ -12,6 +12,9 @@ from rolloutd.scheduler.scoring.facts import Facts
 
 
 def score(facts: Facts) -> float:
-    if facts.prompt_tokens <= 0:
-        return 0.0
-    return max(0, facts.hit_tokens - facts.common_tokens) / facts.prompt_tokens * facts.dearness
+    return saved(facts.hit_tokens - facts.common_tokens, facts.prompt_tokens, facts.dearness)
+
+
+def saved(uncommon_tokens: int, prompt_tokens: int, dearness: float) -> float:
+    """The term from its numbers alone; fewer than 0 uncommon tokens count as none."""
+    return max(0, uncommon_tokens) / prompt_tokens * dearness if prompt_tokens > 0 else 0.0

@@ -20,7 +20,7 @@ LOG_LONGEST = math.log(LONGEST_TOKENS)
 
 def score(facts: Facts) -> float:
     if facts.slack_seconds is not None:
-        return min(1.0, max(0.0, 1.0 - facts.slack_seconds / HORIZON_SECONDS))
+        return timed(facts.slack_seconds)
     return _untimed(facts)
 
 
@@ -33,7 +33,20 @@ def static(deadline_at: float | None, facts: Facts) -> float:
 
 def _untimed(facts: Facts) -> float:
     if facts.rollout_class is RolloutClass.CRITICAL:
-        return min(1.0, math.log(max(1.0, facts.worst_tokens)) / LOG_LONGEST)
-    if facts.steps_away is not None:
-        return 0.5 / max(1, facts.steps_away)
-    return 0.0
+        return untimed(facts.worst_tokens)
+    return later(facts.steps_away)
+
+
+def timed(slack_seconds: float) -> float:
+    """With a deadline."""
+    return min(1.0, max(0.0, 1.0 - slack_seconds / HORIZON_SECONDS))
+
+
+def untimed(worst_tokens: float) -> float:
+    """CRITICAL without a deadline."""
+    return min(1.0, math.log(max(1.0, worst_tokens)) / LOG_LONGEST)
+
+
+def later(steps_away: int | None) -> float:
+    """Of other classes."""
+    return 0.0 if steps_away is None else 0.5 / max(1, steps_away)

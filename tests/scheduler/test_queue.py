@@ -451,7 +451,7 @@ def test_the_mix_is_judged_over_the_last_rollouts_only() -> None:
         window.add("old")
     for count in range(1, WINDOW_ROLLOUTS + 1):
         window.add("new")
-        assert (window.counts["old"], window.counts["new"], len(window)) == (
+        assert (window.counts.get("old", 0), window.counts["new"], len(window)) == (
             WINDOW_ROLLOUTS - count,
             count,
             WINDOW_ROLLOUTS,

@@ -39,6 +39,10 @@ class _DecisionKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Decision
     """Raised to a higher class, by its step or by an update."""
     DECISION_KIND_REFUSED: _DecisionKind.ValueType  # 6
     """Refused before any engine saw it."""
+    DECISION_KIND_RULE_FIRED: _DecisionKind.ValueType  # 7
+    """A rule of the run fired: its metric passed the threshold."""
+    DECISION_KIND_RULE_ENDED: _DecisionKind.ValueType  # 8
+    """A rule of the run that was active ended; message says why."""
 
 class DecisionKind(_DecisionKind, metaclass=_DecisionKindEnumTypeWrapper):
     """What was decided about a rollout."""
@@ -57,11 +61,15 @@ DECISION_KIND_PROMOTED: DecisionKind.ValueType  # 5
 """Raised to a higher class, by its step or by an update."""
 DECISION_KIND_REFUSED: DecisionKind.ValueType  # 6
 """Refused before any engine saw it."""
+DECISION_KIND_RULE_FIRED: DecisionKind.ValueType  # 7
+"""A rule of the run fired: its metric passed the threshold."""
+DECISION_KIND_RULE_ENDED: DecisionKind.ValueType  # 8
+"""A rule of the run that was active ended; message says why."""
 Global___DecisionKind: _TypeAlias = DecisionKind  # noqa: Y015
 
 @_typing.final
 class Decision(_message.Message):
-    """Why a rollout went to this engine now, or did not. Kept in a bounded ring: old ones are forgotten."""
+    """Why a rollout went to this engine now, or did not; or why a rule of a run fired or ended. Kept in a bounded ring: old ones are forgotten."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -23,10 +23,11 @@ _sym_db = _symbol_database.Default()
 
 
 from rolloutd.v1 import budget_pb2 as rolloutd_dot_v1_dot_budget__pb2
+from rolloutd.v1 import decision_pb2 as rolloutd_dot_v1_dot_decision__pb2
 from rolloutd.v1 import rollout_pb2 as rolloutd_dot_v1_dot_rollout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15rolloutd/v1/run.proto\x12\x0brolloutd.v1\x1a\x18rolloutd/v1/budget.proto\x1a\x19rolloutd/v1/rollout.proto\"\x9c\x06\n\tRunConfig\x12*\n\x07weights\x18\x01 \x01(\x0b\x32\x19.rolloutd.v1.ScoreWeights\x12\x1c\n\x0f\x66\x61irness_weight\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x1b\n\x0e\x66loor_rollouts\x18\x03 \x01(\rH\x01\x88\x01\x01\x12.\n\x08\x64\x65\x66\x61ults\x18\x04 \x01(\x0b\x32\x1c.rolloutd.v1.RolloutDefaults\x12\x39\n\ntarget_mix\x18\x05 \x03(\x0b\x32%.rolloutd.v1.RunConfig.TargetMixEntry\x12\x30\n\ron_disconnect\x18\x06 \x01(\x0e\x32\x19.rolloutd.v1.OnDisconnect\x12%\n\x18\x64isconnect_grace_seconds\x18\x07 \x01(\x01H\x02\x88\x01\x01\x12\"\n\x15max_undelivered_bytes\x18\x08 \x01(\x04H\x03\x88\x01\x01\x12$\n\x17undelivered_ttl_seconds\x18\t \x01(\x01H\x04\x88\x01\x01\x12&\n\x08on_stale\x18\n \x01(\x0e\x32\x14.rolloutd.v1.OnStale\x12\x1a\n\rbatch_samples\x18\x0b \x01(\rH\x05\x88\x01\x01\x12\x19\n\x0cslice_tokens\x18\x0c \x01(\rH\x06\x88\x01\x01\x12 \n\x13prefix_ttl_versions\x18\r \x01(\x05H\x07\x88\x01\x01\x12\x32\n\x0erelease_memory\x18\x0e \x01(\x0e\x32\x1a.rolloutd.v1.ReleaseMemory\x1a\x30\n\x0eTargetMixEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x12\n\x10_fairness_weightB\x11\n\x0f_floor_rolloutsB\x1b\n\x19_disconnect_grace_secondsB\x18\n\x16_max_undelivered_bytesB\x1a\n\x18_undelivered_ttl_secondsB\x10\n\x0e_batch_samplesB\x0f\n\r_slice_tokensB\x16\n\x14_prefix_ttl_versions\"\xb6\x01\n\x0cScoreWeights\x12\x13\n\x06prefix\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x15\n\x08\x63ritical\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x14\n\x07waiting\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x16\n\tdiversity\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04\x63ost\x18\x05 \x01(\x01H\x04\x88\x01\x01\x42\t\n\x07_prefixB\x0b\n\t_criticalB\n\n\x08_waitingB\x0c\n\n_diversityB\x07\n\x05_cost\"\xdd\x02\n\x0fRolloutDefaults\x12\x1e\n\x11queue_ttl_seconds\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x19\n\x0cmax_attempts\x18\x02 \x01(\rH\x01\x88\x01\x01\x12*\n\non_preempt\x18\x03 \x01(\x0e\x32\x16.rolloutd.v1.OnPreempt\x12\x30\n\rrollout_class\x18\x04 \x01(\x0e\x32\x19.rolloutd.v1.RolloutClass\x12\x18\n\x0bmin_version\x18\x05 \x01(\x03H\x02\x88\x01\x01\x12\x1a\n\rmax_staleness\x18\x06 \x01(\x05H\x03\x88\x01\x01\x12\x1d\n\x10max_partial_span\x18\x07 \x01(\x05H\x04\x88\x01\x01\x42\x14\n\x12_queue_ttl_secondsB\x0f\n\r_max_attemptsB\x0e\n\x0c_min_versionB\x10\n\x0e_max_stalenessB\x13\n\x11_max_partial_span\"c\n\x03Run\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12&\n\x06\x63onfig\x18\x02 \x01(\x0b\x32\x16.rolloutd.v1.RunConfig\x12$\n\x05state\x18\x03 \x01(\x0b\x32\x15.rolloutd.v1.RunState\"\x82\x08\n\x08RunState\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12&\n\x06status\x18\x02 \x01(\x0e\x32\x16.rolloutd.v1.RunStatus\x12!\n\x05phase\x18\x03 \x01(\x0e\x32\x12.rolloutd.v1.Phase\x12\x30\n\rtrainer_state\x18\x04 \x01(\x0e\x32\x19.rolloutd.v1.TrainerState\x12\x15\n\rtrainer_epoch\x18\x05 \x01(\x04\x12\x11\n\x04step\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x16\n\x0epolicy_version\x18\x07 \x01(\x03\x12(\n\x07\x63lasses\x18\x08 \x03(\x0b\x32\x17.rolloutd.v1.ClassState\x12%\n\x05tasks\x18\t \x03(\x0b\x32\x16.rolloutd.v1.TaskState\x12#\n\x06\x62udget\x18\n \x01(\x0b\x32\x13.rolloutd.v1.Budget\x12\x1b\n\x13kv_tokens_committed\x18\x0b \x01(\x04\x12 \n\x18\x64\x65mand_tokens_per_second\x18\x0c \x01(\x01\x12 \n\x18supply_tokens_per_second\x18\r \x01(\x01\x12\x17\n\x0f\x64\x65sired_engines\x18\x0e \x01(\r\x12\x19\n\x11undelivered_bytes\x18\x0f \x01(\x04\x12\x1b\n\x13undelivered_results\x18\x10 \x01(\x04\x12\x1c\n\x0f\x64iversity_score\x18\x11 \x01(\x01H\x01\x88\x01\x01\x12\x1b\n\x13\x63onnected_consumers\x18\x12 \x01(\r\x12\x14\n\x0cused_results\x18\x13 \x01(\x04\x12\x17\n\x0f\x64ropped_results\x18\x14 \x01(\x04\x12\x18\n\x0bmean_reward\x18\x15 \x01(\x01H\x02\x88\x01\x01\x12\x42\n\x0fpolicy_versions\x18\x16 \x03(\x0b\x32).rolloutd.v1.RunState.PolicyVersionsEntry\x12\x39\n\npublishing\x18\x17 \x03(\x0b\x32%.rolloutd.v1.RunState.PublishingEntry\x12\x1c\n\x14samples_on_their_way\x18\x18 \x01(\x04\x12\x1c\n\x0fsamples_allowed\x18\x19 \x01(\x04H\x03\x88\x01\x01\x12\x15\n\rstale_results\x18\x1a \x01(\x04\x1a\x35\n\x13PolicyVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a\x31\n\x0fPublishingEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x42\x07\n\x05_stepB\x12\n\x10_diversity_scoreB\x0e\n\x0c_mean_rewardB\x12\n\x10_samples_allowed\"\x8c\x01\n\nClassState\x12\x30\n\rrollout_class\x18\x01 \x01(\x0e\x32\x19.rolloutd.v1.RolloutClass\x12\x17\n\x0fqueued_rollouts\x18\x02 \x01(\x04\x12\x18\n\x10running_rollouts\x18\x03 \x01(\x04\x12\x19\n\x11\x66inished_rollouts\x18\x04 \x01(\x04\"\x83\x01\n\tTaskState\x12(\n\ttask_type\x18\x01 \x01(\x0e\x32\x15.rolloutd.v1.TaskType\x12\x17\n\x0fqueued_rollouts\x18\x02 \x01(\x04\x12\x18\n\x10running_rollouts\x18\x03 \x01(\x04\x12\x19\n\x11\x66inished_rollouts\x18\x04 \x01(\x04*F\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x14\n\x10PHASE_COLD_START\x10\x01\x12\x10\n\x0cPHASE_STABLE\x10\x02*\x99\x01\n\x0cTrainerState\x12\x1d\n\x19TRAINER_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16TRAINER_STATE_TRAINING\x10\x01\x12\x19\n\x15TRAINER_STATE_WAITING\x10\x02\x12\x19\n\x15TRAINER_STATE_SYNCING\x10\x03\x12\x18\n\x14TRAINER_STATE_PAUSED\x10\x04*k\n\tRunStatus\x12\x1a\n\x16RUN_STATUS_UNSPECIFIED\x10\x00\x12\x15\n\x11RUN_STATUS_ACTIVE\x10\x01\x12\x15\n\x11RUN_STATUS_PAUSED\x10\x02\x12\x14\n\x10RUN_STATUS_ENDED\x10\x03*_\n\x0cOnDisconnect\x12\x1d\n\x19ON_DISCONNECT_UNSPECIFIED\x10\x00\x12\x16\n\x12ON_DISCONNECT_KEEP\x10\x01\x12\x18\n\x14ON_DISCONNECT_CANCEL\x10\x02*M\n\x07OnStale\x12\x18\n\x14ON_STALE_UNSPECIFIED\x10\x00\x12\x15\n\x11ON_STALE_WITHHOLD\x10\x01\x12\x11\n\rON_STALE_FLAG\x10\x02*\x91\x01\n\rReleaseMemory\x12\x1e\n\x1aRELEASE_MEMORY_UNSPECIFIED\x10\x00\x12\x1a\n\x16RELEASE_MEMORY_NOTHING\x10\x01\x12\x1b\n\x17RELEASE_MEMORY_KV_CACHE\x10\x02\x12\'\n#RELEASE_MEMORY_KV_CACHE_AND_WEIGHTS\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15rolloutd/v1/run.proto\x12\x0brolloutd.v1\x1a\x18rolloutd/v1/budget.proto\x1a\x1arolloutd/v1/decision.proto\x1a\x19rolloutd/v1/rollout.proto\"\x9c\x06\n\tRunConfig\x12*\n\x07weights\x18\x01 \x01(\x0b\x32\x19.rolloutd.v1.ScoreWeights\x12\x1c\n\x0f\x66\x61irness_weight\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x1b\n\x0e\x66loor_rollouts\x18\x03 \x01(\rH\x01\x88\x01\x01\x12.\n\x08\x64\x65\x66\x61ults\x18\x04 \x01(\x0b\x32\x1c.rolloutd.v1.RolloutDefaults\x12\x39\n\ntarget_mix\x18\x05 \x03(\x0b\x32%.rolloutd.v1.RunConfig.TargetMixEntry\x12\x30\n\ron_disconnect\x18\x06 \x01(\x0e\x32\x19.rolloutd.v1.OnDisconnect\x12%\n\x18\x64isconnect_grace_seconds\x18\x07 \x01(\x01H\x02\x88\x01\x01\x12\"\n\x15max_undelivered_bytes\x18\x08 \x01(\x04H\x03\x88\x01\x01\x12$\n\x17undelivered_ttl_seconds\x18\t \x01(\x01H\x04\x88\x01\x01\x12&\n\x08on_stale\x18\n \x01(\x0e\x32\x14.rolloutd.v1.OnStale\x12\x1a\n\rbatch_samples\x18\x0b \x01(\rH\x05\x88\x01\x01\x12\x19\n\x0cslice_tokens\x18\x0c \x01(\rH\x06\x88\x01\x01\x12 \n\x13prefix_ttl_versions\x18\r \x01(\x05H\x07\x88\x01\x01\x12\x32\n\x0erelease_memory\x18\x0e \x01(\x0e\x32\x1a.rolloutd.v1.ReleaseMemory\x1a\x30\n\x0eTargetMixEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x12\n\x10_fairness_weightB\x11\n\x0f_floor_rolloutsB\x1b\n\x19_disconnect_grace_secondsB\x18\n\x16_max_undelivered_bytesB\x1a\n\x18_undelivered_ttl_secondsB\x10\n\x0e_batch_samplesB\x0f\n\r_slice_tokensB\x16\n\x14_prefix_ttl_versions\"\xb6\x01\n\x0cScoreWeights\x12\x13\n\x06prefix\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x15\n\x08\x63ritical\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x14\n\x07waiting\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x16\n\tdiversity\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04\x63ost\x18\x05 \x01(\x01H\x04\x88\x01\x01\x42\t\n\x07_prefixB\x0b\n\t_criticalB\n\n\x08_waitingB\x0c\n\n_diversityB\x07\n\x05_cost\"\xdd\x02\n\x0fRolloutDefaults\x12\x1e\n\x11queue_ttl_seconds\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x19\n\x0cmax_attempts\x18\x02 \x01(\rH\x01\x88\x01\x01\x12*\n\non_preempt\x18\x03 \x01(\x0e\x32\x16.rolloutd.v1.OnPreempt\x12\x30\n\rrollout_class\x18\x04 \x01(\x0e\x32\x19.rolloutd.v1.RolloutClass\x12\x18\n\x0bmin_version\x18\x05 \x01(\x03H\x02\x88\x01\x01\x12\x1a\n\rmax_staleness\x18\x06 \x01(\x05H\x03\x88\x01\x01\x12\x1d\n\x10max_partial_span\x18\x07 \x01(\x05H\x04\x88\x01\x01\x42\x14\n\x12_queue_ttl_secondsB\x0f\n\r_max_attemptsB\x0e\n\x0c_min_versionB\x10\n\x0e_max_stalenessB\x13\n\x11_max_partial_span\"\x92\x01\n\x03Run\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12&\n\x06\x63onfig\x18\x02 \x01(\x0b\x32\x16.rolloutd.v1.RunConfig\x12$\n\x05state\x18\x03 \x01(\x0b\x32\x15.rolloutd.v1.RunState\x12-\n\x0erule_decisions\x18\x04 \x03(\x0b\x32\x15.rolloutd.v1.Decision\"\xa9\x08\n\x08RunState\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12&\n\x06status\x18\x02 \x01(\x0e\x32\x16.rolloutd.v1.RunStatus\x12!\n\x05phase\x18\x03 \x01(\x0e\x32\x12.rolloutd.v1.Phase\x12\x30\n\rtrainer_state\x18\x04 \x01(\x0e\x32\x19.rolloutd.v1.TrainerState\x12\x15\n\rtrainer_epoch\x18\x05 \x01(\x04\x12\x11\n\x04step\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12\x16\n\x0epolicy_version\x18\x07 \x01(\x03\x12(\n\x07\x63lasses\x18\x08 \x03(\x0b\x32\x17.rolloutd.v1.ClassState\x12%\n\x05tasks\x18\t \x03(\x0b\x32\x16.rolloutd.v1.TaskState\x12#\n\x06\x62udget\x18\n \x01(\x0b\x32\x13.rolloutd.v1.Budget\x12\x1b\n\x13kv_tokens_committed\x18\x0b \x01(\x04\x12 \n\x18\x64\x65mand_tokens_per_second\x18\x0c \x01(\x01\x12 \n\x18supply_tokens_per_second\x18\r \x01(\x01\x12\x17\n\x0f\x64\x65sired_engines\x18\x0e \x01(\r\x12\x19\n\x11undelivered_bytes\x18\x0f \x01(\x04\x12\x1b\n\x13undelivered_results\x18\x10 \x01(\x04\x12\x1c\n\x0f\x64iversity_score\x18\x11 \x01(\x01H\x01\x88\x01\x01\x12\x1b\n\x13\x63onnected_consumers\x18\x12 \x01(\r\x12\x14\n\x0cused_results\x18\x13 \x01(\x04\x12\x17\n\x0f\x64ropped_results\x18\x14 \x01(\x04\x12\x18\n\x0bmean_reward\x18\x15 \x01(\x01H\x02\x88\x01\x01\x12\x42\n\x0fpolicy_versions\x18\x16 \x03(\x0b\x32).rolloutd.v1.RunState.PolicyVersionsEntry\x12\x39\n\npublishing\x18\x17 \x03(\x0b\x32%.rolloutd.v1.RunState.PublishingEntry\x12\x1c\n\x14samples_on_their_way\x18\x18 \x01(\x04\x12\x1c\n\x0fsamples_allowed\x18\x19 \x01(\x04H\x03\x88\x01\x01\x12\x15\n\rstale_results\x18\x1a \x01(\x04\x12%\n\x05rules\x18\x1b \x03(\x0b\x32\x16.rolloutd.v1.RuleState\x1a\x35\n\x13PolicyVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x1a\x31\n\x0fPublishingEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x42\x07\n\x05_stepB\x12\n\x10_diversity_scoreB\x0e\n\x0c_mean_rewardB\x12\n\x10_samples_allowed\"h\n\tRuleState\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06metric\x18\x02 \x01(\t\x12\x12\n\x05value\x18\x03 \x01(\x01H\x00\x88\x01\x01\x12\x0e\n\x06\x61\x63tive\x18\x04 \x01(\x08\x12\x0f\n\x07\x66irings\x18\x05 \x01(\x04\x42\x08\n\x06_value\"\x8c\x01\n\nClassState\x12\x30\n\rrollout_class\x18\x01 \x01(\x0e\x32\x19.rolloutd.v1.RolloutClass\x12\x17\n\x0fqueued_rollouts\x18\x02 \x01(\x04\x12\x18\n\x10running_rollouts\x18\x03 \x01(\x04\x12\x19\n\x11\x66inished_rollouts\x18\x04 \x01(\x04\"\x83\x01\n\tTaskState\x12(\n\ttask_type\x18\x01 \x01(\x0e\x32\x15.rolloutd.v1.TaskType\x12\x17\n\x0fqueued_rollouts\x18\x02 \x01(\x04\x12\x18\n\x10running_rollouts\x18\x03 \x01(\x04\x12\x19\n\x11\x66inished_rollouts\x18\x04 \x01(\x04*F\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x14\n\x10PHASE_COLD_START\x10\x01\x12\x10\n\x0cPHASE_STABLE\x10\x02*\x99\x01\n\x0cTrainerState\x12\x1d\n\x19TRAINER_STATE_UNSPECIFIED\x10\x00\x12\x1a\n\x16TRAINER_STATE_TRAINING\x10\x01\x12\x19\n\x15TRAINER_STATE_WAITING\x10\x02\x12\x19\n\x15TRAINER_STATE_SYNCING\x10\x03\x12\x18\n\x14TRAINER_STATE_PAUSED\x10\x04*k\n\tRunStatus\x12\x1a\n\x16RUN_STATUS_UNSPECIFIED\x10\x00\x12\x15\n\x11RUN_STATUS_ACTIVE\x10\x01\x12\x15\n\x11RUN_STATUS_PAUSED\x10\x02\x12\x14\n\x10RUN_STATUS_ENDED\x10\x03*_\n\x0cOnDisconnect\x12\x1d\n\x19ON_DISCONNECT_UNSPECIFIED\x10\x00\x12\x16\n\x12ON_DISCONNECT_KEEP\x10\x01\x12\x18\n\x14ON_DISCONNECT_CANCEL\x10\x02*M\n\x07OnStale\x12\x18\n\x14ON_STALE_UNSPECIFIED\x10\x00\x12\x15\n\x11ON_STALE_WITHHOLD\x10\x01\x12\x11\n\rON_STALE_FLAG\x10\x02*\x91\x01\n\rReleaseMemory\x12\x1e\n\x1aRELEASE_MEMORY_UNSPECIFIED\x10\x00\x12\x1a\n\x16RELEASE_MEMORY_NOTHING\x10\x01\x12\x1b\n\x17RELEASE_MEMORY_KV_CACHE\x10\x02\x12\'\n#RELEASE_MEMORY_KV_CACHE_AND_WEIGHTS\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,36 +40,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RUNSTATE_POLICYVERSIONSENTRY']._serialized_options = b'8\001'
   _globals['_RUNSTATE_PUBLISHINGENTRY']._loaded_options = None
   _globals['_RUNSTATE_PUBLISHINGENTRY']._serialized_options = b'8\001'
-  _globals['_PHASE']._serialized_start=2834
-  _globals['_PHASE']._serialized_end=2904
-  _globals['_TRAINERSTATE']._serialized_start=2907
-  _globals['_TRAINERSTATE']._serialized_end=3060
-  _globals['_RUNSTATUS']._serialized_start=3062
-  _globals['_RUNSTATUS']._serialized_end=3169
-  _globals['_ONDISCONNECT']._serialized_start=3171
-  _globals['_ONDISCONNECT']._serialized_end=3266
-  _globals['_ONSTALE']._serialized_start=3268
-  _globals['_ONSTALE']._serialized_end=3345
-  _globals['_RELEASEMEMORY']._serialized_start=3348
-  _globals['_RELEASEMEMORY']._serialized_end=3493
-  _globals['_RUNCONFIG']._serialized_start=92
-  _globals['_RUNCONFIG']._serialized_end=888
-  _globals['_RUNCONFIG_TARGETMIXENTRY']._serialized_start=659
-  _globals['_RUNCONFIG_TARGETMIXENTRY']._serialized_end=707
-  _globals['_SCOREWEIGHTS']._serialized_start=891
-  _globals['_SCOREWEIGHTS']._serialized_end=1073
-  _globals['_ROLLOUTDEFAULTS']._serialized_start=1076
-  _globals['_ROLLOUTDEFAULTS']._serialized_end=1425
-  _globals['_RUN']._serialized_start=1427
-  _globals['_RUN']._serialized_end=1526
-  _globals['_RUNSTATE']._serialized_start=1529
-  _globals['_RUNSTATE']._serialized_end=2555
-  _globals['_RUNSTATE_POLICYVERSIONSENTRY']._serialized_start=2386
-  _globals['_RUNSTATE_POLICYVERSIONSENTRY']._serialized_end=2439
-  _globals['_RUNSTATE_PUBLISHINGENTRY']._serialized_start=2441
-  _globals['_RUNSTATE_PUBLISHINGENTRY']._serialized_end=2490
-  _globals['_CLASSSTATE']._serialized_start=2558
-  _globals['_CLASSSTATE']._serialized_end=2698
-  _globals['_TASKSTATE']._serialized_start=2701
-  _globals['_TASKSTATE']._serialized_end=2832
+  _globals['_PHASE']._serialized_start=3055
+  _globals['_PHASE']._serialized_end=3125
+  _globals['_TRAINERSTATE']._serialized_start=3128
+  _globals['_TRAINERSTATE']._serialized_end=3281
+  _globals['_RUNSTATUS']._serialized_start=3283
+  _globals['_RUNSTATUS']._serialized_end=3390
+  _globals['_ONDISCONNECT']._serialized_start=3392
+  _globals['_ONDISCONNECT']._serialized_end=3487
+  _globals['_ONSTALE']._serialized_start=3489
+  _globals['_ONSTALE']._serialized_end=3566
+  _globals['_RELEASEMEMORY']._serialized_start=3569
+  _globals['_RELEASEMEMORY']._serialized_end=3714
+  _globals['_RUNCONFIG']._serialized_start=120
+  _globals['_RUNCONFIG']._serialized_end=916
+  _globals['_RUNCONFIG_TARGETMIXENTRY']._serialized_start=687
+  _globals['_RUNCONFIG_TARGETMIXENTRY']._serialized_end=735
+  _globals['_SCOREWEIGHTS']._serialized_start=919
+  _globals['_SCOREWEIGHTS']._serialized_end=1101
+  _globals['_ROLLOUTDEFAULTS']._serialized_start=1104
+  _globals['_ROLLOUTDEFAULTS']._serialized_end=1453
+  _globals['_RUN']._serialized_start=1456
+  _globals['_RUN']._serialized_end=1602
+  _globals['_RUNSTATE']._serialized_start=1605
+  _globals['_RUNSTATE']._serialized_end=2670
+  _globals['_RUNSTATE_POLICYVERSIONSENTRY']._serialized_start=2501
+  _globals['_RUNSTATE_POLICYVERSIONSENTRY']._serialized_end=2554
+  _globals['_RUNSTATE_PUBLISHINGENTRY']._serialized_start=2556
+  _globals['_RUNSTATE_PUBLISHINGENTRY']._serialized_end=2605
+  _globals['_RULESTATE']._serialized_start=2672
+  _globals['_RULESTATE']._serialized_end=2776
+  _globals['_CLASSSTATE']._serialized_start=2779
+  _globals['_CLASSSTATE']._serialized_end=2919
+  _globals['_TASKSTATE']._serialized_start=2922
+  _globals['_TASKSTATE']._serialized_end=3053
 # @@protoc_insertion_point(module_scope)

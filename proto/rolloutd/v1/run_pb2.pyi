@@ -9,6 +9,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from rolloutd.v1 import budget_pb2 as _budget_pb2
+from rolloutd.v1 import decision_pb2 as _decision_pb2
 from rolloutd.v1 import rollout_pb2 as _rollout_pb2
 import builtins as _builtins
 import sys
@@ -466,6 +467,7 @@ class Run(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     CONFIG_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
+    RULE_DECISIONS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Its id."""
     @_builtins.property
@@ -476,16 +478,21 @@ class Run(_message.Message):
     def state(self) -> Global___RunState:
         """Its state."""
 
+    @_builtins.property
+    def rule_decisions(self) -> _containers.RepeatedCompositeFieldContainer[_decision_pb2.Decision]:
+        """The newest firings and ends of its rules, oldest first; at most 64. Empty: none yet."""
+
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         config: Global___RunConfig | None = ...,
         state: Global___RunState | None = ...,
+        rule_decisions: _abc.Iterable[_decision_pb2.Decision] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "run_id", b"run_id", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["config", b"config", "rule_decisions", b"rule_decisions", "run_id", b"run_id", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -563,6 +570,7 @@ class RunState(_message.Message):
     SAMPLES_ON_THEIR_WAY_FIELD_NUMBER: _builtins.int
     SAMPLES_ALLOWED_FIELD_NUMBER: _builtins.int
     STALE_RESULTS_FIELD_NUMBER: _builtins.int
+    RULES_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     status: Global___RunStatus.ValueType
@@ -629,6 +637,10 @@ class RunState(_message.Message):
     def publishing(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Policy version that is being published now, by pool. Empty: none."""
 
+    @_builtins.property
+    def rules(self) -> _containers.RepeatedCompositeFieldContainer[Global___RuleState]:
+        """Rules of the server's configuration, as they are for this run. Empty: none configured."""
+
     def __init__(
         self,
         *,
@@ -658,10 +670,11 @@ class RunState(_message.Message):
         samples_on_their_way: _builtins.int = ...,
         samples_allowed: _builtins.int | None = ...,
         stale_results: _builtins.int = ...,
+        rules: _abc.Iterable[Global___RuleState] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_diversity_score", b"_diversity_score", "_mean_reward", b"_mean_reward", "_samples_allowed", b"_samples_allowed", "_step", b"_step", "budget", b"budget", "diversity_score", b"diversity_score", "mean_reward", b"mean_reward", "samples_allowed", b"samples_allowed", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_diversity_score", b"_diversity_score", "_mean_reward", b"_mean_reward", "_samples_allowed", b"_samples_allowed", "_step", b"_step", "budget", b"budget", "classes", b"classes", "connected_consumers", b"connected_consumers", "demand_tokens_per_second", b"demand_tokens_per_second", "desired_engines", b"desired_engines", "diversity_score", b"diversity_score", "dropped_results", b"dropped_results", "kv_tokens_committed", b"kv_tokens_committed", "mean_reward", b"mean_reward", "phase", b"phase", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "publishing", b"publishing", "run_id", b"run_id", "samples_allowed", b"samples_allowed", "samples_on_their_way", b"samples_on_their_way", "stale_results", b"stale_results", "status", b"status", "step", b"step", "supply_tokens_per_second", b"supply_tokens_per_second", "tasks", b"tasks", "trainer_epoch", b"trainer_epoch", "trainer_state", b"trainer_state", "undelivered_bytes", b"undelivered_bytes", "undelivered_results", b"undelivered_results", "used_results", b"used_results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_diversity_score", b"_diversity_score", "_mean_reward", b"_mean_reward", "_samples_allowed", b"_samples_allowed", "_step", b"_step", "budget", b"budget", "classes", b"classes", "connected_consumers", b"connected_consumers", "demand_tokens_per_second", b"demand_tokens_per_second", "desired_engines", b"desired_engines", "diversity_score", b"diversity_score", "dropped_results", b"dropped_results", "kv_tokens_committed", b"kv_tokens_committed", "mean_reward", b"mean_reward", "phase", b"phase", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "publishing", b"publishing", "rules", b"rules", "run_id", b"run_id", "samples_allowed", b"samples_allowed", "samples_on_their_way", b"samples_on_their_way", "stale_results", b"stale_results", "status", b"status", "step", b"step", "supply_tokens_per_second", b"supply_tokens_per_second", "tasks", b"tasks", "trainer_epoch", b"trainer_epoch", "trainer_state", b"trainer_state", "undelivered_bytes", b"undelivered_bytes", "undelivered_results", b"undelivered_results", "used_results", b"used_results"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__diversity_score: _TypeAlias = _typing.Literal["diversity_score"]  # noqa: Y015
     _WhichOneofArgType__diversity_score: _TypeAlias = _typing.Literal["_diversity_score", b"_diversity_score"]  # noqa: Y015
@@ -681,6 +694,46 @@ class RunState(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
 
 Global___RunState: _TypeAlias = RunState  # noqa: Y015
+
+@_typing.final
+class RuleState(_message.Message):
+    """One configured rule, as it is for one run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    METRIC_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    ACTIVE_FIELD_NUMBER: _builtins.int
+    FIRINGS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Its name in the configuration."""
+    metric: _builtins.str
+    """What it looks at, e.g. "buffer_fill"."""
+    value: _builtins.float
+    """The metric at the last look. Absent: not known."""
+    active: _builtins.bool
+    """Whether what it does is in force."""
+    firings: _builtins.int
+    """How often it has fired for this run, since it was configured."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        metric: _builtins.str = ...,
+        value: _builtins.float | None = ...,
+        active: _builtins.bool = ...,
+        firings: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "value", b"value"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "active", b"active", "firings", b"firings", "metric", b"metric", "name", b"name", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__value: _TypeAlias = _typing.Literal["value"]  # noqa: Y015
+    _WhichOneofArgType__value: _TypeAlias = _typing.Literal["_value", b"_value"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__value) -> _WhichOneofReturnType__value | None: ...
+
+Global___RuleState: _TypeAlias = RuleState  # noqa: Y015
 
 @_typing.final
 class ClassState(_message.Message):

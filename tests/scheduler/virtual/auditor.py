@@ -44,6 +44,7 @@ from rolloutd.scheduler.rollout import Attempt
 from rolloutd.scheduler.spec import TOKEN_BYTES
 from rolloutd.scheduler.states import AbortReason, FaultKind, Outcome, RolloutState, TaskType
 from rolloutd.scheduler.timers import TimerKind
+from rolloutd.scheduler.version_change import prefix_ttl_versions
 from rolloutd.scheduler.versions import ANYTHING
 from rolloutd.scheduler.world import World
 from tests.scheduler.virtual.ceilings import Ceilings
@@ -335,8 +336,8 @@ class Auditor:
         real = self.simulation.engines.get(action.engine_id)
         known = attempt.engine
         if predicted and isinstance(real, FaultyEngine) and real.facts.incarnation == known.facts.incarnation:
-            settings = attempt.rollout.run.settings
-            oldest = max(known.cache_since, known.version - (settings.prefix_ttl_versions or 0))
+            ttl_versions = prefix_ttl_versions(self.world, attempt.rollout.run)
+            oldest = max(known.cache_since, known.version - ttl_versions)
             held = max(
                 real.inner.could_hold_tokens(weights, action.token_bytes)
                 for weights in self.publications.cached_by(known, action.run_id, oldest)

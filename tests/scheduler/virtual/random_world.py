@@ -20,10 +20,11 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 
 from rolloutd.bench.virtual import Simulation
 from rolloutd.scheduler import updating
-from rolloutd.scheduler.actions import Action
+from rolloutd.scheduler.actions import Action, Refuse
 from rolloutd.scheduler.events import (
     CancelRollouts,
     CloseConsumer,
@@ -33,6 +34,7 @@ from rolloutd.scheduler.events import (
     EngineReadiness,
     Event,
     PauseRun,
+    Reconfigure,
     ReportStep,
     ResumeRun,
     SetBudget,
@@ -57,6 +59,7 @@ from tests.scheduler.virtual.random_fleet import (
     random_settings,
 )
 from tests.scheduler.virtual.random_publishing import RandomPublishing
+from tests.scheduler.virtual.random_rules import RandomRules, count_changes
 from tests.scheduler.virtual.random_work import RandomWork
 
 
@@ -69,7 +72,8 @@ class RandomWorld:
         self.slowdown = rng.choice(list(SHRINK_SECONDS))
         self.runs = [f"run-{number}" for number in range(rng.choice([1, 1, 2]))]
         publishes = rng.random() < 0.7
-        self.config = random_settings(rng, self.slowdown, shared=len(self.runs) > 1)
+        self.rules = RandomRules(seed)
+        self.config = self.rules.added(random_settings(rng, self.slowdown, shared=len(self.runs) > 1))
         scheduler = Scheduler(self.config, random.Random(seed + 1), 0.0)
         self.simulation = Simulation(
             scheduler,
@@ -79,6 +83,7 @@ class RandomWorld:
         world = scheduler._world
         self.auditor = Auditor(self.simulation, world, self.config, MODEL, check_every)
         self.simulation.observers.append(self.auditor.observe)
+        self.simulation.observers.append(partial(count_changes, self.auditor.counts))
         if observe is not None:
             self.simulation.observers.append(observe)
         count = rng.randint(1, 4)
@@ -139,6 +144,8 @@ class RandomWorld:
             acts += [self.publishing.publish] * 4 + [self.publishing.misdo] * 2
         for _ in range(rng.randint(2, 24)):
             self.simulation.at(rng.uniform(0.0, self.horizon_seconds), rng.choice(acts))
+        for moment in self.rules.moments(self.horizon_seconds):
+            self.simulation.at(moment, self._reconfigure)
         self.simulation.run(self.horizon_seconds)
         self._heal()
         deadline = self.simulation.now + self._bound_seconds()
@@ -177,6 +184,8 @@ class RandomWorld:
         token_seconds = 0.04 * self.slowdown  # of either curve with 8 running
         once = LONGEST_OUTPUT * token_seconds + (LONGEST_PROMPT + LONGEST_OUTPUT) / SLOWEST_PREFILL * self.slowdown
         tries = config.executor.max_attempts + config.preempt.max_per_rollout + 1
+        if config.preempt.time_slice_tokens:
+            tries += LONGEST_OUTPUT // config.preempt.time_slice_tokens
         waits = (
             config.queue.large_reserve_seconds + config.queue.max_defer_seconds + config.queue.leader_timeout_seconds
         )
@@ -242,6 +251,10 @@ class RandomWorld:
         self.send(SubmitRollouts(consumer.run_id, consumer.consumer_id, specs))
         for spec in specs:
             self.work.submitted.append((consumer.run_id, spec.rollout_id))
+
+    def _reconfigure(self) -> None:
+        refused = [one for one in self.send(Reconfigure(self.rules.changed(self.config))) if isinstance(one, Refuse)]
+        assert not refused, refused
 
     def _budget(self) -> None:
         budget = random_budget(self.rng)

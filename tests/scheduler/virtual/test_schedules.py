@@ -51,6 +51,7 @@ WANTED = (
     "engines failed",
     "aborts PUBLISH",
     "aborts MEMORY",
+    "aborts SLICE",
     "memory released",
     "mixed versions",
     "hits on kept caches",
@@ -59,6 +60,8 @@ WANTED = (
     "VERSION_UNMET",
     "VERSION_GONE",
     "STALE",
+    "rules fired",
+    "rules ended",
     *(f"misdeed {misdeed.value}" for misdeed in Misdeed),
 )
 
