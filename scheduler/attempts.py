@@ -11,7 +11,7 @@ What this module does not know: where the rollout goes next.
 
 from __future__ import annotations
 
-from rolloutd.scheduler import budgeting, lengths, lifecycle, publishing, queueing, versions
+from rolloutd.scheduler import budgeting, lengths, lifecycle, publishing, queueing, time_slice, versions
 from rolloutd.scheduler.actions import Progressed
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
@@ -59,18 +59,16 @@ def _look_at(world: World, attempt: Attempt) -> None:
     tokens = attempt.generated_tokens
     kept = rollout.kept_tokens
     enough = _grow_claim(world, attempt)
-    entry = _waiting_siblings(rollout)
-    if (
-        run.lengths.note_running(rollout.prompt_hash, rollout.kind, rollout.rollout_id, kept + tokens)
-        and entry is not None
-    ):
-        queueing.note_siblings(world, entry)
+    awaited = rollout.prompt_hash in run.entries_by_prompt
+    if run.lengths.note_running(rollout.prompt_hash, rollout.kind, rollout.rollout_id, kept + tokens) and awaited:
+        queueing.note_lengths(world, rollout)
+    slice_end = time_slice.consider(world, attempt)
     if rollout.spec.want_progress:
         told = Progressed(rollout.rollout_id, kept + tokens, attempt.engine.engine_id)
         world.deliver(run, rollout.consumer_id, 0, told)
     else:
-        growth = QUIET_GROWTH if entry is None else lengths.GROWTH
-        attempt.look_tokens = min(enough, int((kept + tokens) * growth) - kept + 1)
+        growth = lengths.GROWTH if awaited else QUIET_GROWTH
+        attempt.look_tokens = min(enough, slice_end, int((kept + tokens) * growth) - kept + 1)
 
 
 def ended(world: World, event: AttemptEnded) -> None:
@@ -114,9 +112,7 @@ def ended(world: World, event: AttemptEnded) -> None:
         engine.note_success()  # also where it was thought to be stuck: a probe must come to an end
         _count_engine(attempt, piece)
         lifecycle.finish(world, rollout, Outcome.COMPLETED)
-        entry = _waiting_siblings(rollout)
-        if entry is not None:
-            queueing.note_siblings(world, entry)
+        queueing.note_lengths(world, rollout)
 
 
 def failed(world: World, event: AttemptFailed) -> None:
@@ -310,6 +306,9 @@ def _interrupted(world: World, rollout: Rollout, attempt: Attempt, reason: Abort
         lifecycle.requeue(world, rollout, "recalled from the engine's queue", keep=True)
     elif reason in (AbortReason.PUBLISH, AbortReason.MEMORY):
         lifecycle.requeue(world, rollout, f"interrupted ({reason.name.lower()})", keep=True)
+    elif reason is AbortReason.SLICE:
+        rollout.preemptions += 1
+        lifecycle.requeue(world, rollout, "its time slice is over", keep=time_slice.keeps_tokens(rollout))
     elif reason in (AbortReason.PREEMPT, AbortReason.BUDGET):
         rollout.preemptions += 1
         rollout.yielded += reason is AbortReason.PREEMPT

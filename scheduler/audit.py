@@ -133,6 +133,10 @@ def _check_run(world: World, run: Run) -> None:
 
 
 def _check_entries(run: Run) -> None:
+    by_prompt = {(entry.prompt_hash, entry) for entry in run.entries.values()}
+    known = {(prompt_hash, entry) for prompt_hash, alike in run.entries_by_prompt.items() for entry in alike}
+    if by_prompt != known or not all(run.entries_by_prompt.values()):
+        raise AssertionError(f"{run.run_id}: entries by prompt are not those that wait")
     for key, entry in run.entries.items():
         assert entry.members, f"entry {key} is empty"
         _same("entry key", entry.key, key)

@@ -110,7 +110,7 @@ class Look:
             entry.queued_at,
             entry.deadline_at,
             entry.expected_tokens,
-            entry.longest_tokens,
+            entry.worst_tokens,
             steps,
             self.diverse(entry.stratum),
         )
@@ -148,6 +148,9 @@ class Look:
         score = entry.fixed + engine_total(
             self.weights, hit - self._common, entry.prompt_tokens, dear, slots_fill, kv_fill
         )
+        if entry.resumed:
+            # What an interrupted rollout has in a cache it does not lose by waiting: it says where to go on, not when.
+            score -= self._prefix_weight * dear
         self._rows.append(Row(engine.engine_id, score, hit, dear, slots_fill, kv_fill))
         if score > self.score:
             self.tie = None

@@ -31,6 +31,7 @@ from rolloutd.scheduler.world import World
 
 HOUSEKEEPING_SECONDS = 1.0
 SWEEP_NODES = 512  # index nodes per housekeeping: well under a millisecond
+REVIEWED_ENTRIES = 128  # per run and housekeeping, where priors of length changed: a millisecond or two
 RETRY_AFTER_SECONDS = 5.0
 MOST_QUIET_SECONDS = 30.0  # between two notices about the same trouble
 
@@ -160,7 +161,9 @@ def _housekeeping(world: World) -> None:
     colocation.retry(world)
     for run in list(world.runs.values()):
         consumers.expire(world, run)
-        run.lengths.note_second()
+        if run.lengths.note_second() and not run.reviewed:
+            run.reviewed = list(run.entries.values())
+        queueing.review_lengths(world, run, REVIEWED_ENTRIES)
         _watch_capacity(world, run)
         for group_id in list(run.idle_groups):
             group = run.groups.get(group_id)

@@ -53,6 +53,7 @@ class PreemptSettings:
     min_run_seconds: float = 2.0
     max_per_rollout: int = 4  # a background rollout that outlives a few training steps yields once in each
     cool_down_seconds: float = 1.0
+    time_slice_tokens: int = 1024  # critical work gives way to what may take longer after so many; 0: never
 
 
 @dataclass(frozen=True, slots=True)

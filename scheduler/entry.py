@@ -66,7 +66,6 @@ class Entry:
         "lane",
         "lane_key",
         "leader_id",
-        "longest_tokens",
         "looked_at",
         "members",
         "most",
@@ -75,6 +74,7 @@ class Entry:
         "prompt_hash",
         "prompt_tokens",
         "queued_at",
+        "resumed",
         "rollout_class",
         "run",
         "segments",
@@ -89,6 +89,7 @@ class Entry:
         "task_type",
         "text",
         "token_bytes",
+        "worst_tokens",
     )
 
     def __init__(
@@ -110,7 +111,7 @@ class Entry:
         self.queued_at = now
         self.deadline_at: float | None = None
         self.expected_tokens = 1.0
-        self.longest_tokens = 1.0  # expected of the longest member
+        self.worst_tokens = 1.0  # the first member may still write
         self.stratum = stratum
         self.most = self.fixed = (
             0.0  # of `choosing`, during one look: the best score it could have, and what no engine changes
@@ -134,7 +135,8 @@ class Entry:
         self.labels = labels
         self.evaluation = False  # its data are for evaluation; set before it joins a backlog
         self.continuation = False  # a later turn or a resumed rollout: its context is resident somewhere
-        self.keyed_tokens = 1.0  # longest_tokens when the entry was last ordered
+        self.resumed = False  # of these, one that was interrupted; set before it joins
+        self.keyed_tokens = 1.0  # worst_tokens when the entry was last ordered
         self.backlog: Backlog | None = None
         self.arrival = 0  # order of arrival: breaks ties of equal keys
         self.lane: Lane | None = None  # that holds it

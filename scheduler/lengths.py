@@ -35,13 +35,14 @@ OLD_SAMPLES = 16  # a prompt's history counts as at most this many; older epochs
 ROUNDS = 3
 CALM_SAMPLES, CALM_SECONDS = 256, 4  # a kind with so many finished ones is re-estimated so often
 GROWTH = 1.1  # a running rollout's tokens are looked at again when they grew by this
-# Expected largest of k standard normals (order statistics), k = 1..16; beyond that Blom's approximation.
-LARGEST = (0.0, 0.564, 0.846, 1.029, 1.163, 1.267, 1.352, 1.424, 1.485, 1.539, 1.586, 1.629, 1.668, 1.703, 1.736, 1.766)
-
+# A step of some hundred rollouts ends with the longest of them, so what counts is how long one may be once in 1,000 times.
+WORST_SHARE = 0.001
+LEAST_SHARE = 1e-15
 
 NORMAL = NormalDist()
 DENSITY = 1.0 / math.sqrt(2.0 * math.pi)  # of the standard normal at 0
 SQRT_HALF = math.sqrt(0.5)
+WORST_DEVIATIONS = -NORMAL.inv_cdf(WORST_SHARE)
 
 
 class _Task:
@@ -145,13 +146,20 @@ class LengthModel:
         task.square_sum += log * log
         task.token_sum += tokens
 
-    def note_second(self) -> None:
-        """Called once a second: re-estimates priors at once while little is known, every `CALM_SECONDS` after that."""
+    def note_second(self) -> bool:
+        """Called once a second: re-estimates priors at once while little is known, every `CALM_SECONDS` after that.
+
+        True when a prior changed, and with it what is expected of everything of that kind.
+        """
         self._seconds += 1
         calm = self._seconds % CALM_SECONDS != 0
+        changed = False
         for task in self._tasks.values():
             if not calm or task.count < CALM_SAMPLES:
+                version = task.version
                 task.refresh()
+                changed = changed or task.version != version
+        return changed
 
     def refresh(self) -> None:
         """Re-estimate all priors from what finished and what runs. Costs a pass over running rollouts."""
@@ -160,14 +168,16 @@ class LengthModel:
 
     # estimates ---------------------------------------------------------------------------------------------------------
 
-    def outlook(
-        self, prompt_hash: str, kind: Kind, max_new_tokens: int, written: int, count: int
-    ) -> tuple[float, float]:
-        """(mean output of one rollout that has written `written`, expected longest of `count`), in tokens."""
+    def outlook(self, prompt_hash: str, kind: Kind, max_new_tokens: int, written: int) -> tuple[float, float]:
+        """(mean output of one rollout that has written `written`, what it may still write at worst), in tokens.
+
+        At worst: exceeded once in `1 / WORST_SHARE` times. Of the predictive distribution, which is wider while little is
+        known of the prompt: of two that look alike, the one that was not tried yet may hide the longest of the step.
+        """
         log_mean, deviation, doubt = self._predict(prompt_hash, kind, max_new_tokens)
         return (
             _expected(log_mean, deviation, max_new_tokens, written),
-            _longest(log_mean, deviation, doubt, max_new_tokens, count),
+            _worst(log_mean, math.sqrt(deviation * deviation + doubt), max_new_tokens, written),
         )
 
     def expected(self, prompt_hash: str, kind: Kind, max_new_tokens: int, written: int = 0) -> float:
@@ -175,14 +185,9 @@ class LengthModel:
         log_mean, deviation, _ = self._predict(prompt_hash, kind, max_new_tokens)
         return _expected(log_mean, deviation, max_new_tokens, written)
 
-    def longest(self, prompt_hash: str, kind: Kind, max_new_tokens: int, count: int) -> float:
-        """Expected length of the longest of `count` rollouts of this prompt: what a step that needs them all waits for.
-
-        Of the predictive distribution, which is wider while little is known of the prompt: of two that look alike, the one
-        that was not tried yet may hide the longest rollout of the step, so it goes first.
-        """
-        log_mean, deviation, doubt = self._predict(prompt_hash, kind, max_new_tokens)
-        return _longest(log_mean, deviation, doubt, max_new_tokens, count)
+    def worst(self, prompt_hash: str, kind: Kind, max_new_tokens: int, written: int) -> float:
+        """The second figure of `outlook`."""
+        return self.outlook(prompt_hash, kind, max_new_tokens, written)[1]
 
     def mean(self, task_type: TaskType) -> float:
         """Mean output tokens of finished rollouts of a task type, over all strata; 0 when there were none."""
@@ -236,12 +241,16 @@ def _expected(log_mean: float, deviation: float, max_new_tokens: int, written: i
     return _tokens(log_mean + 0.5 * deviation * deviation, max_new_tokens)
 
 
-def _longest(log_mean: float, deviation: float, doubt: float, max_new_tokens: int, count: int) -> float:
-    if count <= len(LARGEST):
-        excess = LARGEST[max(1, count) - 1]
-    else:
-        excess = NORMAL.inv_cdf((count - 0.375) / (count + 0.25))
-    return _tokens(log_mean + excess * math.sqrt(deviation * deviation + doubt), max_new_tokens)
+def _worst(log_mean: float, spread: float, max_new_tokens: int, written: int) -> float:
+    """What is left at the quantile `1 - WORST_SHARE` of log-normal lengths above `written`."""
+    limit = max(1, max_new_tokens - written)
+    if written <= 1:
+        return _tokens(log_mean + WORST_DEVIATIONS * spread, limit)
+    beyond = 0.5 * math.erfc((math.log(written) - log_mean) / spread * SQRT_HALF)
+    share = WORST_SHARE * beyond
+    if share < LEAST_SHARE:
+        return float(limit)  # it is longer than anything that was thought of
+    return max(1.0, min(limit, math.exp(min(50.0, log_mean - NORMAL.inv_cdf(share) * spread)) - written))
 
 
 def _posterior(prompt: _Prompt, prior: float, between: float, within: float) -> float:

@@ -47,6 +47,7 @@ OWN_REASONS = frozenset(
         AbortReason.RECALL,
         AbortReason.PUBLISH,
         AbortReason.MEMORY,
+        AbortReason.SLICE,
     }
 )
 
@@ -87,6 +88,7 @@ def requeue(world: World, rollout: Rollout, why: str, *, keep: bool = True) -> N
 def restart(world: World, rollout: Rollout, why: str) -> None:
     """A queued rollout gives up the tokens that it kept and starts again from its prompt."""
     queueing.take(world, rollout)
+    rollout.run.lengths.note_stopped(rollout.prompt_hash, rollout.kind, rollout.rollout_id)
     rollout.pieces.clear()
     rollout.pieces_by.clear()
     rollout.note(world.now, f"starts again: {why}")
@@ -280,6 +282,7 @@ def finish(world: World, rollout: Rollout, outcome: Outcome, error: Refusal | No
     if rollout.entry is not None:
         queueing.take(world, rollout)
         rollout.queued_seconds += world.now - rollout.queued_at
+        run.lengths.note_stopped(rollout.prompt_hash, rollout.kind, rollout.rollout_id)
     lineage = run.lineage(rollout.spec.pool)
     stale = outcome is Outcome.COMPLETED and versions.too_old(lineage, rollout)
     if stale:

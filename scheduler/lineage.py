@@ -38,6 +38,7 @@ class Lineage:
         "pool",
         "queue",
         "run_id",
+        "undivided",
         "unseen_entries",
         "unseen_rollouts",
         "version",
@@ -55,6 +56,7 @@ class Lineage:
         # Of those that wait, who was not looked at yet after versions changed: see `version_change`.
         self.unseen_entries: dict[Entry, None] = {}
         self.unseen_rollouts: dict[Rollout, None] = {}
+        self.undivided = False  # no time slices any more, see `time_slice`
         self.mark = 0  # grows when an engine holds another version, or a version expires
         # (namespace, engines that count by cache key; None: all of them)
         self.lookups: list[tuple[Namespace, frozenset[str] | None]] = [(self.namespace(0), None)]

@@ -12,7 +12,7 @@ What this module does not know: what is done with one engine (`updating`).
 
 from __future__ import annotations
 
-from rolloutd.scheduler import colocation, updating, version_change
+from rolloutd.scheduler import colocation, time_slice, updating, version_change
 from rolloutd.scheduler.actions import NoticeKind, PublishEnded, PublishProgress
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.events import ControlEnded, ControlFailed, WeightsPushed
@@ -295,6 +295,7 @@ def _begin(world: World, run: Run, lineage: Lineage, update: PolicyUpdate) -> No
     """Its turn: the version is the newest from now on, and engines that do not hold it get it."""
     publication = Publication(run, lineage, update, world.now)
     lineage.active = publication
+    time_slice.begin_publication(world, lineage, run, update.mode)
     lineage.version = update.version
     lineage.last = update
     run.published.add(update.pool)

@@ -37,16 +37,20 @@ def put(world: World, rollout: Rollout) -> None:
     entry = None if continued or rollout.group is None else _siblings(rollout, rollout.group)
     if entry is None:
         key = _key_of(rollout, continued)
+        if continued:
+            run.lengths.note_running(rollout.prompt_hash, rollout.kind, rollout.rollout_id, rollout.kept_tokens)
         entry = run.entries.get(key)
     if entry is None:
         token_bytes, text = full_prompt(rollout)
         entry = Entry(run, key, token_bytes, text, run.mix.name(spec.stratum), spec.engine_labels, rollout.submitted_at)
         entry.continuation = continued or spec.turn > 0
+        entry.resumed = continued
         entry.deadline_at = rollout.deadline_at
         entry.arrival = world.next_sequence()
         entry.evaluation = spec.origin is Origin.EVALUATION
         entry.particular = continued or rollout.requirement is not ANYTHING
         run.entries[key] = entry
+        run.entries_by_prompt.setdefault(rollout.prompt_hash, {})[entry] = None
         world.evaluations += entry.evaluation
         if not run.waits_in(spec.pool):
             turns.rejoin(world, run, spec.pool)
@@ -122,6 +126,10 @@ def take(world: World, rollout: Rollout) -> Entry:
         if backlog is not None:
             backlog.remove(entry, world.next_sequence())
         del run.entries[entry.key]
+        alike = run.entries_by_prompt[entry.prompt_hash]
+        del alike[entry]
+        if not alike:
+            del run.entries_by_prompt[entry.prompt_hash]
         world.evaluations -= entry.evaluation
         world.timers.cancel(entry.hold_timer)
         entry.hold_timer = None
@@ -176,7 +184,7 @@ def order(world: World, entry: Entry) -> None:
     expect(entry)
     facts = entry_facts(world, entry)
     weights = weights_of(world, run)
-    entry.keyed_tokens = entry.longest_tokens
+    entry.keyed_tokens = entry.worst_tokens
     entry.static_key = static_key(facts, entry.queued_at, entry.deadline_at, weights)
     bonus = weights.prefix / max(1, entry.prompt_tokens)
     bonuses: list[tuple[str, float]] = []
@@ -301,32 +309,34 @@ def _segments(world: World, lineage: Lineage, tokens: bytes) -> list[tuple[int, 
     return found
 
 
-def note_siblings(world: World, entry: Entry) -> None:
-    """Siblings of a waiting entry wrote or finished: put it where what is expected of it now belongs."""
+def note_lengths(world: World, rollout: Rollout) -> None:
+    """A rollout wrote or finished: put those that wait with its prompt where what is expected of them now belongs."""
+    for entry in list(rollout.run.entries_by_prompt.get(rollout.prompt_hash, ())):
+        _expect_again(world, entry)
+
+
+def review_lengths(world: World, run: Run, most: int) -> None:
+    """Go on looking at what waits with new priors of length: the next `most` entries."""
+    for _ in range(min(most, len(run.reviewed))):
+        _expect_again(world, run.reviewed.pop())
+
+
+def _expect_again(world: World, entry: Entry) -> None:
     if entry.held or not entry.members:
         return
     expect(entry)
-    if not 1.0 / REKEY_FACTOR < entry.longest_tokens / entry.keyed_tokens < REKEY_FACTOR:
+    if not 1.0 / REKEY_FACTOR < entry.worst_tokens / entry.keyed_tokens < REKEY_FACTOR:
         order(world, entry)
 
 
 def expect(entry: Entry) -> None:
-    """What is expected of the entry's members: the mean of the first one's remaining output, and the longest of its group.
-
-    Of the whole group, not of those that still wait: else the last member of a long group would rank with short groups.
-    """
+    """What is expected of the entry's first member: the mean of its remaining output, and what that may be at worst."""
     first = entry.members[0]
     kept = first.kept_tokens
-    lengths = entry.run.lengths
     kind = (entry.task_type, entry.stratum)
-    group = first.group
-    together = max(len(entry.members), group.size if group is not None else 1)
-    whole, longest = lengths.outlook(entry.prompt_hash, kind, first.max_new_tokens, kept, together)
+    whole, worst = entry.run.lengths.outlook(entry.prompt_hash, kind, first.max_new_tokens, kept)
     entry.expected_tokens = max(1.0, whole - kept)
-    if len(entry.members) == 1 and kept:
-        entry.longest_tokens = entry.expected_tokens
-    else:
-        entry.longest_tokens = longest
+    entry.worst_tokens = worst
 
 
 def entry_facts(world: World, entry: Entry) -> Facts:
@@ -349,7 +359,7 @@ def fill_facts(world: World, entry: Entry, facts: Facts) -> None:
     run = entry.run
     facts.prompt_tokens = entry.prompt_tokens
     facts.expected_tokens = entry.expected_tokens
-    facts.longest_tokens = entry.longest_tokens
+    facts.worst_tokens = entry.worst_tokens
     facts.expected_seconds = entry.expected_tokens * facts.token_seconds
     facts.waited_seconds = world.now - entry.queued_at
     facts.slack_seconds = None if entry.deadline_at is None else entry.deadline_at - world.now - facts.expected_seconds

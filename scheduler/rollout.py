@@ -72,6 +72,7 @@ class Attempt:
         "promise",
         "rollout",
         "run",
+        "slice_end_tokens",
         "slice_tokens",
         "stems",
         "token_bytes",
@@ -113,6 +114,7 @@ class Attempt:
         self.token_bytes = token_bytes  # what was sent: prompt and kept partial
         self.version = engine.version  # that the engine held when it was dispatched
         self.kv_version: int | None = engine.version  # whose KV the engine keeps of it; None: mixed, of use to nobody
+        self.slice_end_tokens = 0  # its time slice is over when it has written so many, see `time_slice`
         self.slice_tokens = 0  # it ends after so many tokens although more are wanted; 0: it does not
 
 

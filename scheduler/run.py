@@ -57,6 +57,7 @@ class Run:
         "dispatches",
         "ended",
         "entries",
+        "entries_by_prompt",
         "epoch",
         "family",
         "finished_by_class",
@@ -83,6 +84,7 @@ class Run:
         "ready",
         "report",
         "reserved_for",
+        "reviewed",
         "rollouts",
         "rule_decisions",
         "rules",
@@ -138,6 +140,8 @@ class Run:
         self.delivered: OrderedDict[str, None] = OrderedDict()
         self.led: list[Entry] = []  # critical entries whose leader computes their prompt; some may have gone on
         self.entries: dict[EntryKey, Entry] = {}
+        self.reviewed: list[Entry] = []  # what waits and is still to be looked at with new priors of length, last first
+        self.entries_by_prompt: dict[str, dict[Entry, None]] = {}  # by prompt hash
         self.by_step: dict[int, set[str]] = {}  # needed_by_step -> unfinished rollouts that are not CRITICAL yet
         self.backlogs: dict[tuple[str, RolloutClass, bool], Backlog] = {}  # (pool, class, short)
         # Of these, by pool, the ones with an entry that may be dispatched: (class, short) -> backlog.

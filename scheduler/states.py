@@ -164,6 +164,7 @@ class AbortReason(enum.IntEnum):
     RECALL = 7  # it waits in an engine's own queue
     PUBLISH = 8  # its engine gets other weights
     MEMORY = 9  # its engine's memory goes to the trainer
+    SLICE = 10  # its time slice is over, and one that may take longer waits
 
 
 class Gate(enum.IntEnum):

@@ -22,7 +22,6 @@ class Facts:
         "expected_tokens",
         "hit_tokens",
         "kv_fill",
-        "longest_tokens",
         "prompt_tokens",
         "rollout_class",
         "slack_seconds",
@@ -32,6 +31,7 @@ class Facts:
         "target_share",
         "token_seconds",
         "waited_seconds",
+        "worst_tokens",
     )
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Facts:
         self.prompt_tokens = 0
         self.expected_tokens = 1.0
         self.expected_seconds = 0.0
-        self.longest_tokens = 1.0
+        self.worst_tokens = 1.0
         self.waited_seconds = 0.0
         self.aging_seconds = 1.0
         self.token_seconds = 0.0

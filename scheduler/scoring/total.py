@@ -71,7 +71,7 @@ class EntryTerms:
         queued_at: float,
         deadline_at: float | None,
         expected_tokens: float,
-        longest_tokens: float,
+        worst_tokens: float,
         steps_away: int | None,
         diverse: float,
     ) -> float:
@@ -79,7 +79,7 @@ class EntryTerms:
         if deadline_at is not None:
             urgent = urgency.timed(deadline_at - self._now - expected_tokens * self._token_seconds)
         elif self._is_critical:
-            urgent = urgency.untimed(longest_tokens)
+            urgent = urgency.untimed(worst_tokens)
         else:
             urgent = urgency.later(steps_away)
         waited = waiting.grown(self._now - queued_at, self._aging_seconds)

@@ -1,9 +1,8 @@
 """Urgency of the training step: how much later the step ends if this waits.
 
 With a deadline: 1 - slack / HORIZON_SECONDS, where slack = deadline - now - expected running time (WORKLOADS B.12).
-Without one, for CRITICAL work: ln(longest) / ln(LONGEST_TOKENS), where longest is what the longest rollout of the prompt's
-group is expected to write: a step ends with its slowest rollout, so what may take longest goes first. The scale is fixed,
-so keys made at different times compare.
+Without one, for CRITICAL work: ln(worst) / ln(LONGEST_TOKENS), where worst is what the rollout may still write at worst: a step
+ends with its slowest rollout, so what may take longest goes first. The scale is fixed, so keys made at different times compare.
 For other classes: 1 / (2 x steps until needed); 0 where nobody needs it by a step.
 """
 
@@ -34,7 +33,7 @@ def static(deadline_at: float | None, facts: Facts) -> float:
 
 def _untimed(facts: Facts) -> float:
     if facts.rollout_class is RolloutClass.CRITICAL:
-        return untimed(facts.longest_tokens)
+        return untimed(facts.worst_tokens)
     return later(facts.steps_away)
 
 
@@ -43,9 +42,9 @@ def timed(slack_seconds: float) -> float:
     return min(1.0, max(0.0, 1.0 - slack_seconds / HORIZON_SECONDS))
 
 
-def untimed(longest_tokens: float) -> float:
+def untimed(worst_tokens: float) -> float:
     """CRITICAL without a deadline."""
-    return min(1.0, math.log(max(1.0, longest_tokens)) / LOG_LONGEST)
+    return min(1.0, math.log(max(1.0, worst_tokens)) / LOG_LONGEST)
 
 
 def later(steps_away: int | None) -> float:

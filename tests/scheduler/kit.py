@@ -91,6 +91,7 @@ INTERRUPTIONS = frozenset(
         AbortReason.NO_PROGRESS,
         AbortReason.PUBLISH,
         AbortReason.MEMORY,
+        AbortReason.SLICE,
     }
 )
 

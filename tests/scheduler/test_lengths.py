@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 
 import pytest
 from hypothesis import given
@@ -31,8 +32,8 @@ def test_estimates_are_finite_and_bounded(finished: list[int], running: list[int
     for number, tokens in enumerate(running):
         model.note_running("p", MATH, f"live{number}", tokens)
     model.refresh()
-    for count in (1, 2, 16, 17, 4096):
-        assert 1.0 <= model.longest("p", MATH, most, count) <= most
+    for written in (0, 1, most - 1, most):
+        assert 1.0 <= model.worst("p", MATH, most, written) <= max(1, most - written)
     for written in (0, 1, most):
         assert 1.0 <= model.expected("p", MATH, most, written) <= most
 
@@ -45,11 +46,11 @@ def test_finished_siblings_move_the_estimate_towards_themselves() -> None:
 def test_a_sibling_that_still_runs_counts_as_longer_than_what_it_wrote() -> None:
     """Two short ones finished first; without the third, which runs on, the prompt would look short."""
     model = taught(200, 300)
-    without = model.longest("p", MATH, MOST, 5)
+    without = model.worst("p", MATH, MOST, 0)
     assert model.note_running("p", MATH, "live", 6000)
-    assert model.longest("p", MATH, MOST, 5) > 1.5 * without
+    assert model.worst("p", MATH, MOST, 0) > 1.5 * without
     model.note_stopped("p", MATH, "live")
-    assert model.longest("p", MATH, MOST, 5) == pytest.approx(without)
+    assert model.worst("p", MATH, MOST, 0) == pytest.approx(without)
 
 
 def test_only_news_is_news() -> None:
@@ -59,10 +60,21 @@ def test_only_news_is_news() -> None:
     assert model.note_running("p", MATH, "r", 120)
 
 
-def test_the_longest_of_many_is_longer_and_never_falls_with_their_number() -> None:
-    model = taught(1000, 1200, 900)
-    longest = [model.longest("p", MATH, MOST, count) for count in range(1, 64)]
-    assert longest == sorted(longest) and longest[-1] > 2 * longest[0]
+@pytest.mark.parametrize("written", [0, 60, 400, 2_000])
+def test_at_worst_is_exceeded_once_in_a_thousand_times_by_those_that_got_so_far(written: int) -> None:
+    model = taught(100, 140, 120, 180)
+    log_mean, deviation, doubt = model._predict("p", MATH, MOST)
+    logs = NormalDist(log_mean, math.sqrt(deviation * deviation + doubt))
+
+    def beyond(tokens: float) -> float:
+        return 1.0 - logs.cdf(math.log(tokens)) if tokens else 1.0
+
+    left = model.worst("p", MATH, MOST, written)
+    assert beyond(written + left) / beyond(written) == pytest.approx(0.001, rel=0.01)
+
+
+def test_at_worst_is_what_the_limit_leaves_for_what_is_longer_than_anything_known() -> None:
+    assert taught(10, 11, 10, 9, 10, 12).worst("p", MATH, MOST, 16_000) == MOST - 16_000
 
 
 def test_strata_teach_each_other_nothing() -> None:
@@ -93,5 +105,5 @@ def test_memory_is_bounded_and_keeps_who_runs() -> None:
     assert len(model) == MAX_PROMPTS
     alone = LengthModel()
     alone.note_running("live", MATH, "r", 5000)
-    assert model.longest("live", MATH, MOST, 1) == pytest.approx(alone.longest("live", MATH, MOST, 1))
+    assert model.worst("live", MATH, MOST, 0) == pytest.approx(alone.worst("live", MATH, MOST, 0))
     assert math.isfinite(model.expected("p1", MATH, MOST))

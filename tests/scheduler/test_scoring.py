@@ -39,7 +39,7 @@ def any_facts(draw: st.DrawFn) -> Facts:
     facts.hit_tokens = draw(COUNTS)
     facts.common_tokens = draw(COUNTS)
     facts.expected_tokens = draw(SIZES)
-    facts.longest_tokens = draw(SIZES)
+    facts.worst_tokens = draw(SIZES)
     facts.expected_seconds = draw(SIZES)
     facts.waited_seconds = draw(SIZES)
     facts.aging_seconds = draw(SIZES)
@@ -56,7 +56,7 @@ def any_facts(draw: st.DrawFn) -> Facts:
 def idle() -> Facts:
     """One idle engine, an empty prompt, age 0: everything that a max could be divided by is 0."""
     facts = Facts()
-    facts.expected_tokens = facts.longest_tokens = facts.aging_seconds = 0.0
+    facts.expected_tokens = facts.worst_tokens = facts.aging_seconds = 0.0
     return facts
 
 
@@ -99,7 +99,7 @@ def test_from_plain_numbers_the_score_is_the_same(
     facts.slack_seconds = None if deadline_at is None else deadline_at - now - facts.expected_tokens * token_seconds
     terms = EntryTerms(weights, facts.rollout_class, now, facts.aging_seconds, token_seconds)
     diverse = weights.diversity * clamp(diversity.score(facts))
-    plain = terms.score(queued_at, deadline_at, facts.expected_tokens, facts.longest_tokens, facts.steps_away, diverse)
+    plain = terms.score(queued_at, deadline_at, facts.expected_tokens, facts.worst_tokens, facts.steps_away, diverse)
     assert plain == pytest.approx(entry_score(facts, weights), abs=1e-9, rel=1e-9)
     uncommon = facts.hit_tokens - facts.common_tokens
     total = engine_total(weights, uncommon, facts.prompt_tokens, facts.dearness, facts.slots_fill, facts.kv_fill)

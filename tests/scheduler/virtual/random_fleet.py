@@ -56,6 +56,7 @@ def random_settings(rng: random.Random, slowdown: float, shared: bool) -> Schedu
             enabled=rng.random() < 0.8,
             min_run_seconds=rng.choice([0.0, 0.5]),
             cool_down_seconds=rng.choice([0.0, 0.2]),
+            time_slice_tokens=rng.choice([0, 4, 16]),
         ),
         policy=PolicySettings(
             cold_start_steps=rng.choice([0, 2, 200]),

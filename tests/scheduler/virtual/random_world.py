@@ -184,6 +184,8 @@ class RandomWorld:
         token_seconds = 0.04 * self.slowdown  # of either curve with 8 running
         once = LONGEST_OUTPUT * token_seconds + (LONGEST_PROMPT + LONGEST_OUTPUT) / SLOWEST_PREFILL * self.slowdown
         tries = config.executor.max_attempts + config.preempt.max_per_rollout + 1
+        if config.preempt.time_slice_tokens:
+            tries += LONGEST_OUTPUT // config.preempt.time_slice_tokens
         waits = (
             config.queue.large_reserve_seconds + config.queue.max_defer_seconds + config.queue.leader_timeout_seconds
         )

@@ -51,6 +51,7 @@ WANTED = (
     "engines failed",
     "aborts PUBLISH",
     "aborts MEMORY",
+    "aborts SLICE",
     "memory released",
     "mixed versions",
     "hits on kept caches",

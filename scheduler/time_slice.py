@@ -1,0 +1,124 @@
+"""Time slices: a running critical rollout gives its slot to a waiting one that may take longer.
+
+A step ends with its longest rollout, and nobody knows which that is. Among more rollouts than slots, the one that may still write
+most goes first (`scoring.urgency`); what that is changes while they write. So whenever a rollout has written another
+`preempt.time_slice_tokens`, it is compared with those that wait, and interrupted where one of them may take clearly longer. Its
+tokens are kept, and its prefix stays in its engine's cache until it goes on, mostly there.
+
+In the end all those that may be the longest have got about equally far, and none of them was started last.
+
+Invariants
+- Only where every slot that the waiting one could have is taken, and only for work of the same run, pool and class.
+- Nobody is interrupted whose tokens would be lost: text prompts, `on_preempt` other than RESUME, output that depends on state.
+- Never while a version is being published. A version published under DRAIN must not find rollouts half written: the first one
+  that does starts them again, and ends time slices for that lineage.
+
+What this module does not know: who gets the slot; the next pass decides.
+"""
+
+from __future__ import annotations
+
+from rolloutd.scheduler import gates, lifecycle
+from rolloutd.scheduler.entry import Entry
+from rolloutd.scheduler.lanes import Backlog
+from rolloutd.scheduler.lineage import Lineage
+from rolloutd.scheduler.rollout import Attempt, Rollout
+from rolloutd.scheduler.run import Run
+from rolloutd.scheduler.states import AbortReason, OnPreempt, RolloutClass, RolloutState, TaskType, UpdateMode
+from rolloutd.scheduler.world import World
+
+SLICE_END = AbortReason.SLICE.name.lower()  # how such an attempt stands in a rollout's history
+NEVER = 1 << 62  # tokens
+MOST_HEADS = 32  # of each lane that are compared: as many slices may end at once
+CLEARLY_LONGER = 1.1  # below this nobody is interrupted: what is gained is less than what is not known
+
+
+def consider(world: World, attempt: Attempt) -> int:
+    """It has written more: at the end of a slice, interrupt it where somebody should go first. Returns where its slice ends."""
+    slice_tokens = world.config.preempt.time_slice_tokens
+    if not slice_tokens:
+        return NEVER
+    end = attempt.slice_end_tokens
+    if attempt.generated_tokens >= end:
+        if end:
+            _end_of_slice(world, attempt)
+        attempt.slice_end_tokens = end = (attempt.generated_tokens // slice_tokens + 1) * slice_tokens
+    return end
+
+
+def _end_of_slice(world: World, attempt: Attempt) -> None:
+    rollout = attempt.rollout
+    run = rollout.run
+    pool = rollout.spec.pool
+    backlog = run.backlogs.get((pool, rollout.rollout_class, False))
+    if backlog is None or not backlog.ready or not _may_wait(world, attempt):
+        return
+    room = world.room(pool)
+    if any(engine.is_open(world.now) for engine in room.long):
+        return
+    written = rollout.kept_tokens + attempt.generated_tokens
+    left = run.lengths.worst(rollout.prompt_hash, rollout.kind, rollout.max_new_tokens, written)
+    longer = _longer(world, backlog, attempt, left * CLEARLY_LONGER)
+    if longer is None:
+        return
+    first = longer.members[0].rollout_id
+    lifecycle.abort(world, rollout, AbortReason.SLICE, f"{first} may take longer")
+
+
+def _may_wait(world: World, attempt: Attempt) -> bool:
+    """Whether it could go on later as if nothing had happened."""
+    rollout = attempt.rollout
+    lineage = rollout.run.lineage(rollout.spec.pool)
+    return (
+        rollout.state is RolloutState.RUNNING
+        and rollout.rollout_class is RolloutClass.CRITICAL
+        and rollout.task_type is TaskType.GENERATION
+        and rollout.deadline_at is None
+        and rollout.on_preempt is OnPreempt.KEEP_PARTIAL
+        and rollout.resumable
+        and rollout.spec.text is None
+        and lineage.active is None
+        and not lineage.undivided
+        and attempt.engine.is_open(world.now)
+    )
+
+
+def _longer(world: World, backlog: Backlog, attempt: Attempt, tokens: float) -> Entry | None:
+    """The first of those who wait that could run here and may write more than `tokens`, if no slot is on its way to it yet."""
+    engine = attempt.engine
+    run = attempt.rollout.run
+    found: Entry | None = None
+    waiting = 0
+    for entry in backlog.candidates((), lambda _: 0.0, frozenset((TaskType.GENERATION,)), MOST_HEADS):
+        if entry.worst_tokens <= tokens or entry.deadline_at is not None:
+            continue
+        if not gates.could_serve(world, entry, engine, entry.members[0].remaining_tokens):
+            continue
+        waiting += len(entry.members)
+        if found is None or entry.worst_tokens > found.worst_tokens:
+            found = entry
+    pool = attempt.rollout.spec.pool
+    leaving = sum(one.rollout.run is run and one.rollout.spec.pool == pool for one in world.aborting.values())
+    return found if waiting > leaving else None
+
+
+def begin_publication(world: World, lineage: Lineage, run: Run, mode: UpdateMode) -> None:
+    """A version is about to be published: under DRAIN what slices left half written starts again, and nothing is divided any more."""
+    if mode is not UpdateMode.DRAIN:
+        return
+    for rollout in list(run.rollouts.values()):
+        if rollout.spec.pool != lineage.pool or not rollout.pieces or rollout.history[-1].end != SLICE_END:
+            continue
+        if rollout.state is RolloutState.QUEUED:
+            lineage.undivided = True
+            lifecycle.restart(world, rollout, "a version is published, and running work was to end before it")
+    for attempt in world.aborting.values():
+        rollout = attempt.rollout
+        if attempt.abort_reason is AbortReason.SLICE and rollout.run is run and rollout.spec.pool == lineage.pool:
+            lineage.undivided = True
+
+
+def keeps_tokens(rollout: Rollout) -> bool:
+    """Whether a rollout that was interrupted at the end of a slice goes on from there: not where a version came in between."""
+    lineage = rollout.run.lineage(rollout.spec.pool)
+    return not (lineage.undivided and lineage.active is not None)
