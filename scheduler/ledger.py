@@ -160,7 +160,9 @@ class Ledger:
                 return Gate.FLOOR_OWED
         share = self._class_quotas[rollout_class].share
         if self._shares_turned:
-            share = self._turned_share(rollout_class, share)
+            if self.class_running[rollout_class] >= math.ceil(self._left_by_raised(rollout_class) * ceiling):
+                return Gate.CLASS_SHARE
+            share = min(1.0, share * self._share_factors[rollout_class])
         if share and self.class_running[rollout_class] >= math.ceil(share * ceiling):
             if any(self.class_queued[other] for other in RolloutClass if other is not rollout_class):
                 return Gate.CLASS_SHARE
@@ -170,17 +172,14 @@ class Ledger:
                 return Gate.TASK_SHARE
         return Gate.OPEN
 
-    def _turned_share(self, rollout_class: RolloutClass, share: float) -> float:
-        """A class's share as rules have it; 0: none. Factors count as they stand to those of the classes that wait beside it, so
-        that to raise one class also takes from the others where the budget gives no shares."""
-        largest = 0.0
+    def _left_by_raised(self, rollout_class: RolloutClass) -> float:
+        """The part of the slots that a class may fill beside classes with a larger factor that wait or run: as its factor stands to
+        the largest of theirs. Also while they do not wait: their next work would find the slots taken, for as long as that runs."""
+        mine = largest = self._share_factors[rollout_class]
         for other in RolloutClass:
-            if other is not rollout_class and self.class_queued[other]:
+            if self.class_queued[other] or self.class_running[other]:
                 largest = max(largest, self._share_factors[other])
-        if not largest:
-            return share
-        turned = (share or 1.0) * self._share_factors[rollout_class] / largest
-        return turned if turned < 1.0 else 0.0
+        return mine / largest
 
     def kv_gate(self, kv_tokens: int) -> Gate:
         limit = self.budget.max_kv_tokens

@@ -90,23 +90,22 @@ def contended(bench: Bench) -> None:
     bench.submit(*specs("b", 3 * SLOTS, BACKGROUND), *specs("u", 3 * SLOTS, REUSABLE))
 
 
-def test_raising_one_class_leaves_the_others_their_part_of_the_slots_while_it_waits() -> None:
+def test_beside_a_class_that_is_raised_the_others_keep_to_their_part_of_the_slots() -> None:
     raised = rule(effects=Effects(share_factors={REUSABLE: 2.0}))
     bench = Bench(engine(slots=SLOTS), settings=with_rules(raised))
     period(bench, 0.1)
-    bench.submit(*specs("b", 3 * SLOTS, BACKGROUND))
-    bench.tick()
-    assert running(bench, "b") == SLOTS, "nobody of a raised class waits: background may have it all"
+    bench.run(*specs("b", 3 * SLOTS, BACKGROUND))
+    assert running(bench, "b") == SLOTS, "there is no work of a raised class: background may have it all"
     bench = Bench(engine(slots=SLOTS), settings=with_rules(raised))
-    bench.budget(classes={REUSABLE: Quota(max_rollouts=2)})
     period(bench, 0.1)
-    contended(bench)
-    bench.tick()
-    assert (running(bench, "u"), running(bench, "b")) == (2, SLOTS // 2)
+    bench.run(spec("u0", rollout_class=REUSABLE))
+    bench.run(*specs("b", 3 * SLOTS, BACKGROUND))
+    assert running(bench, "b") == SLOTS // 2, "the next of the raised class finds room at once"
     assert bench.gates()[Gate.CLASS_SHARE]
+    assert len(bench.run(*specs("more", 9, REUSABLE))) == SLOTS // 2 - 1
+    bench.finish("u0")
     period(bench, 0.9)
-    bench.tick()
-    assert (running(bench, "u"), running(bench, "b")) == (2, SLOTS - 2), "the rule has ended"
+    assert running(bench, "b") + running(bench, "more") == SLOTS, "the rule has ended"
 
 
 def test_a_share_of_the_budget_is_scaled() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -36,14 +38,16 @@ TOKENS_A_SECOND = 130  # that one sequence writes beside three others, by the si
 class Stage:
     """One engine, one trainer, a preset; rollouts are as long as they are told to be."""
 
-    def __init__(self, preset: str, **machine: Any) -> None:
-        self.scheduler = Scheduler(settings_of(preset), random.Random(0), 0.0)
+    def __init__(self, preset: str, *, rules: bool = True, **machine: Any) -> None:
+        settings = settings_of(preset)
+        self.scheduler = Scheduler(settings if rules else replace(settings, rules=()), random.Random(0), 0.0)
         self.simulation = Simulation(self.scheduler)
         sizes = {"slots": SLOTS, "kv_tokens": 1_000_000, "context_tokens": 500_000, "write_tokens": False, **machine}
         self.simulation.connect(RUN, CONSUMER, self._receive)
         self.simulation.send(events.AttachConsumer(RUN, CONSUMER))
         self.simulation.add_engine(SimEngine("engine", MachineConfig(**sizes)))
         self.outcomes: dict[str, Outcome] = {}
+        self.ends: dict[str, float] = {}  # when each result was here
         self._rng = random.Random(1)
         self._step = 0
         self._tell(events.ReportStep(RUN, StepReport(0, TRAINING)))
@@ -109,6 +113,7 @@ class Stage:
             return
         result = delivery.event.result
         self.outcomes[result.rollout_id] = result.outcome
+        self.ends[result.rollout_id] = self.simulation.now
         used = events.AcknowledgeResults(RUN, CONSUMER, (Acknowledgement(result.rollout_id, used=True),))
         self.simulation.at(self.simulation.now, lambda: self._ignore(self._tell(used)))
 
@@ -261,6 +266,46 @@ def test_the_two_rules_of_the_design_are_what_it_says() -> None:
     assert set(queued.effects.preempt) == {REUSABLE, BACKGROUND}
 
 
+# what rules buy, with everything else the same
+
+
+def queued_until(*, rules: bool) -> float:
+    """When critical work is back that found the engine full of background work which nothing else preempts."""
+    stage = Stage("async-rl", rules=rules)
+    for number in range(SLOTS):
+        stage.submit(f"background-{number}", BACKGROUND, 15 * MINUTES)
+    stage.go_on(5.0)
+    stage.submit("queued", CRITICAL, 5.0)
+    stage.finish()
+    return stage.ends["queued"]
+
+
+def samples_waited(*, rules: bool) -> float:
+    """Mean time from submission to result of samples for a low buffer, a few every 12 seconds, beside long background work."""
+    stage = Stage("async-rl", rules=rules, slots=12)
+    stage.report(buffer_fill=0.1)
+    stage.submit("first", REUSABLE, 12.0)
+    stage.go_on(11.0)
+    submitted = {}
+    for wave in range(30):
+        for number, seconds in enumerate((4.0, 6.0, 10.0, 16.0)):
+            stage.submit(f"background-{wave}-{number}", BACKGROUND, 60.0)
+            name = f"sample-{wave}-{number}"
+            submitted[name] = stage.simulation.now
+            stage.submit(name, REUSABLE, seconds)
+        stage.go_on(12.0)
+    stage.finish()
+    return fmean(stage.ends[name] - at for name, at in submitted.items())
+
+
+def test_training_that_is_queued_waits_half_as_long_with_its_rule() -> None:
+    assert queued_until(rules=True) < queued_until(rules=False) / 2
+
+
+def test_samples_for_a_low_buffer_come_sooner_with_its_rule() -> None:
+    assert samples_waited(rules=True) < 0.9 * samples_waited(rules=False)
+
+
 # simple
 
 
@@ -308,9 +353,9 @@ def test_presets_are_all_the_files_there_are() -> None:
 
 def test_what_the_user_gives_takes_the_presets_place(tmp_path: Path) -> None:
     file = tmp_path / "rolloutd.yaml"
-    file.write_text("preset: async-rl\nweights: {waiting: 0.9}\nrules: []\n")
+    file.write_text("preset: grpo-sync\nweights: {waiting: 0.9}\nrules: []\n")
     config = load_config(file, {"ROLLOUTD_POLICY__COLD_START_STEPS": "7"})
-    assert config.scheduler.weights.waiting == 0.9 and config.scheduler.weights.critical == 0.3
+    assert config.scheduler.weights.waiting == 0.9 and config.scheduler.weights.critical == 0.5
     assert config.scheduler.policy.cold_start_steps == 7 and config.scheduler.rules == ()
     assert config.origins["weights.critical"] == "preset" and config.origins["weights.waiting"] == "file"
 
