@@ -36,6 +36,7 @@ def progress(world: World, event: AttemptProgress) -> None:
     if attempt is None or event.generated_tokens <= attempt.generated_tokens:
         return
     rollout = attempt.rollout
+    engine = attempt.engine
     now = world.now
     tokens = event.generated_tokens
     if attempt.first_token_at is None:
@@ -43,9 +44,11 @@ def progress(world: World, event: AttemptProgress) -> None:
         written = rollout.kept_tokens + tokens
         rollout.run.lengths.note_running(rollout.prompt_hash, rollout.kind, rollout.rollout_id, written)
         _first_token(world, attempt, event.prompt_tokens, event.cached_tokens)
+    elif attempt.progress_at >= engine.batch_since and attempt.progress_at >= engine.resumed_at:
+        engine.curve.note(engine.slots_used, (now - attempt.progress_at) / (tokens - attempt.generated_tokens))
     rollout.run.supply.add(tokens - attempt.generated_tokens, now)
     attempt.generated_tokens = tokens
-    attempt.engine.promises.note_written(attempt.promise, tokens)
+    engine.promises.note_written(attempt.promise, tokens)
     attempt.progress_at = now
     if tokens >= attempt.look_tokens:
         _look_at(world, attempt)
@@ -182,7 +185,7 @@ def _first_token(world: World, attempt: Attempt, prompt_tokens: int, cached_toke
     """The prompt is computed and cached: credit it, correct the index, release who waited for it."""
     rollout = attempt.rollout
     engine = attempt.engine
-    attempt.first_token_at = world.now
+    attempt.first_token_at = engine.batch_since = world.now
     attempt.cached_tokens = cached_tokens
     if rollout.first_token_at is None:
         rollout.first_token_at = world.now

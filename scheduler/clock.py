@@ -16,6 +16,7 @@ from rolloutd.scheduler import (
     consumers,
     letting_in,
     lifecycle,
+    moving,
     publishing,
     queueing,
     updating,
@@ -161,6 +162,7 @@ def _housekeeping(world: World) -> None:
     for run in list(world.runs.values()):
         consumers.expire(world, run)
         run.lengths.note_second()
+        moving.clear_tail(world, run)
         _watch_capacity(world, run)
         for group_id in list(run.idle_groups):
             group = run.groups.get(group_id)

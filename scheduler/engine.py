@@ -16,6 +16,7 @@ import math
 from typing import TYPE_CHECKING
 
 from rolloutd.scheduler.config import ExecutorSettings
+from rolloutd.scheduler.decode_curve import DecodeCurve
 from rolloutd.scheduler.promises import Promises
 from rolloutd.scheduler.spec import EngineFacts
 
@@ -38,12 +39,14 @@ class Engine:
     __slots__ = (
         "attempts",
         "breaker_until",
+        "batch_since",
         "busy_until",
         "cache_key",
         "cache_since",
         "cached_tokens",
         "control_id",
         "critical_used",
+        "curve",
         "decode_seconds_per_token",
         "draining",
         "engine_id",
@@ -126,6 +129,8 @@ class Engine:
         self.reserved_for: Entry | None = None  # an entry too large for any gap: keep this engine's room for it
         self.prefill_tokens_per_second = 0.0  # 0: not measured yet
         self.decode_seconds_per_token = 0.0
+        self.curve = DecodeCurve()
+        self.batch_since = 0.0  # nothing was sent there, had its first token or ended since then
         self.last_prefilled = (0, 0.0)
         self.predicted_cached_tokens = 0
         self.cached_tokens = 0
