@@ -53,7 +53,7 @@ class EpochRecord:
 
     prefill_seconds: that engines spent computing prompts, over all engines. session_ends: session id -> when its last turn was
     back. failed: rollouts that ended in anything but COMPLETED. dispatches: attempts started. handle_seconds: inside the
-    scheduler, over `events` calls.
+    scheduler, over `events` calls, less what reading the clock costs.
     """
 
     records: dict[str, RolloutRecord] = field(default_factory=dict)

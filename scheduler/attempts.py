@@ -26,6 +26,7 @@ from rolloutd.scheduler.views import DecisionKind
 from rolloutd.scheduler.world import World
 
 RETRY_AFTER_SECONDS = 5.0
+QUIET_GROWTH = 1.25  # in place of `lengths.GROWTH` where no sibling waits: what it writes says little about others
 CALLERS_WORD = frozenset(
     {AbortReason.CANCEL, AbortReason.RUN_ENDED, AbortReason.DEADLINE}
 )  # stands, whatever came back
@@ -35,22 +36,23 @@ def progress(world: World, event: AttemptProgress) -> None:
     attempt = world.attempts.get(event.attempt_id)
     if attempt is None or event.generated_tokens <= attempt.generated_tokens:
         return
-    rollout = attempt.rollout
     engine = attempt.engine
     now = world.now
     tokens = event.generated_tokens
+    looks = tokens >= attempt.look_tokens
     if attempt.first_token_at is None:
         # Before its siblings are woken: they are ordered once, by all that is known.
+        rollout = attempt.rollout
         written = rollout.kept_tokens + tokens
-        rollout.run.lengths.note_running(rollout.prompt_hash, rollout.kind, rollout.rollout_id, written)
+        attempt.run.lengths.note_running(rollout.prompt_hash, rollout.kind, rollout.rollout_id, written)
         _first_token(world, attempt, event.prompt_tokens, event.cached_tokens)
-    elif attempt.progress_at >= engine.batch_since and attempt.progress_at >= engine.resumed_at:
+    elif looks and attempt.progress_at >= engine.batch_since and attempt.progress_at >= engine.resumed_at:
         engine.curve.note(engine.slots_used, (now - attempt.progress_at) / (tokens - attempt.generated_tokens))
-    rollout.run.supply.add(tokens - attempt.generated_tokens, now)
+    attempt.run.supply.add(tokens - attempt.generated_tokens, now)
     attempt.generated_tokens = tokens
     engine.promises.note_written(attempt.promise, tokens)
     attempt.progress_at = now
-    if tokens >= attempt.look_tokens:
+    if looks:
         _look_at(world, attempt)
 
 
@@ -61,15 +63,18 @@ def _look_at(world: World, attempt: Attempt) -> None:
     tokens = attempt.generated_tokens
     kept = rollout.kept_tokens
     enough = _grow_claim(world, attempt)
-    if run.lengths.note_running(rollout.prompt_hash, rollout.kind, rollout.rollout_id, kept + tokens):
-        entry = _waiting_siblings(rollout)
-        if entry is not None:
-            queueing.note_siblings(world, entry)
+    entry = _waiting_siblings(rollout)
+    if (
+        run.lengths.note_running(rollout.prompt_hash, rollout.kind, rollout.rollout_id, kept + tokens)
+        and entry is not None
+    ):
+        queueing.note_siblings(world, entry)
     if rollout.spec.want_progress:
         told = Progressed(rollout.rollout_id, kept + tokens, attempt.engine.engine_id)
         world.deliver(run, rollout.consumer_id, 0, told)
     else:
-        attempt.look_tokens = min(enough, int((kept + tokens) * lengths.GROWTH) - kept + 1)
+        growth = QUIET_GROWTH if entry is None else lengths.GROWTH
+        attempt.look_tokens = min(enough, int((kept + tokens) * growth) - kept + 1)
 
 
 def ended(world: World, event: AttemptEnded) -> None:
@@ -264,11 +269,11 @@ def _grow_claim(world: World, attempt: Attempt) -> int:
     """Book more KV before the attempt outgrows what it booked; returns with how many tokens to look again."""
     settings = world.config.budget
     sent = len(attempt.token_bytes) // TOKEN_BYTES
-    most = sent + attempt.rollout.remaining_tokens
-    page = attempt.engine.facts.page_tokens
     enough = attempt.permit.kv_tokens - sent - settings.headroom_tokens
     if attempt.generated_tokens <= enough:
         return enough + 1
+    most = sent + attempt.rollout.remaining_tokens
+    page = attempt.engine.facts.page_tokens
     wanted = min(most, sent + attempt.generated_tokens + settings.growth_tokens)
     wanted = -(-wanted // page) * page
     if wanted > attempt.permit.kv_tokens:

@@ -51,7 +51,6 @@ class Look:
         "told",
         "weights",
         "_common",
-        "_diverse",
         "_is_critical",
         "_least_cost",
         "_mark",
@@ -88,7 +87,6 @@ class Look:
         self._terms = EntryTerms(
             weights, turn.rollout_class, world.now, world.config.queue.aging_seconds, token_seconds
         )
-        self._diverse: dict[str, float] = {}  # stratum -> what it is worth now
         # Of engine terms one adds: at most the share of the longest hit here. One takes away: at least the emptiest's slots.
         self._prefix_weight = max(0.0, weights.prefix)
         self._least_cost = weights.cost * roomy.least_fill if weights.cost > 0.0 else 0.0
@@ -97,11 +95,8 @@ class Look:
 
     def diverse(self, stratum: str) -> float:
         """What entries of this stratum get for it."""
-        worth = self._diverse.get(stratum)
-        if worth is None:
-            share, target = self._run.mix.shares(stratum)
-            worth = self._diverse[stratum] = self.weights.diversity * clamp(diversity.missing(target, share))
-        return worth
+        share, target = self._run.mix.shares(stratum)
+        return self.weights.diversity * clamp(diversity.missing(target, share))
 
     def outlook(self, entry: Entry) -> None:
         """Note what an entry could score: at best on any engine, and the part of it that no engine changes."""
@@ -111,14 +106,13 @@ class Look:
         if not self._is_critical:  # of critical work it makes no difference, and asking a member is dear: it is cold
             step = entry.members[0].needed_by_step
             steps = None if step is None else step - self._run.step
-        worth = self._diverse.get(entry.stratum)
         fixed = self._terms.score(
             entry.queued_at,
             entry.deadline_at,
             entry.expected_tokens,
             entry.longest_tokens,
             steps,
-            self.diverse(entry.stratum) if worth is None else worth,
+            self.diverse(entry.stratum),
         )
         entry.fixed = fixed
         most = fixed - self._least_cost

@@ -101,11 +101,28 @@ class Entry:
         labels: Mapping[str, str],
         now: float,
     ) -> None:
+        # First what a look at many entries reads: compiled, fields lie in this order, and most entries are in no cache.
+        self.sequence = 0
+        self.looked_at = 0  # in which look of its backlog it was found last
+        self.hits_at = -1.0
+        self.hits_mark = -1  # `queueing.hits_mark`, when they were looked up
+        self.segments: list[tuple[int, int]] = []  # who has its prompt cached, as `PrefixIndex.segments` says it
+        self.queued_at = now
+        self.deadline_at: float | None = None
+        self.expected_tokens = 1.0
+        self.longest_tokens = 1.0  # expected of the longest member
+        self.stratum = stratum
+        self.most = self.fixed = (
+            0.0  # of `choosing`, during one look: the best score it could have, and what no engine changes
+        )
+        self.members: deque[Rollout] = deque()
+        self.held_gate = Gate.OPEN
+        self.static_key = 0.0
+        self.task_type = key.task_type
+        self.rollout_class = key.rollout_class
         self.run = run
         self.key = key
         self.pool = key.pool
-        self.rollout_class = key.rollout_class
-        self.task_type = key.task_type
         self.short = key.task_type in SHORT_TASKS
         self.prompt_hash = key.prompt_hash
         self.token_bytes = token_bytes
@@ -114,38 +131,22 @@ class Entry:
         if text is not None:
             self.prompt_tokens = max(1, len(text) // CHARACTERS_PER_TOKEN)
         self.size_bytes = len(token_bytes) + (len(text.encode()) if text is not None else 0)  # of one member's prompt
-        self.stratum = stratum
         self.labels = labels
-        self.members: deque[Rollout] = deque()
         self.evaluation = False  # its data are for evaluation; set before it joins a backlog
         self.continuation = False  # a later turn or a resumed rollout: its context is resident somewhere
-        self.queued_at = now
-        self.deadline_at: float | None = None
-        self.expected_tokens = 1.0
         self.keyed_tokens = 1.0  # longest_tokens when the entry was last ordered
-        self.longest_tokens = 1.0  # expected of the longest member
-        self.static_key = 0.0
-        self.sequence = 0
         self.backlog: Backlog | None = None
         self.arrival = 0  # order of arrival: breaks ties of equal keys
         self.lane: Lane | None = None  # that holds it
         self.lane_key: LaneKey | None = None  # of the lane that it was in last
-        self.looked_at = 0  # in which look of its backlog it was found last
         self.affine: tuple[str, ...] = ()  # engines whose affinity heap holds this entry
         self.leader_id: str | None = None  # attempt whose first token this entry waits for
-        self.held_gate = Gate.OPEN
         self.held_at = 0.0
         self.hold_timer: Timer | None = None
-        self.segments: list[tuple[int, int]] = []  # who has its prompt cached, as `PrefixIndex.segments` says it
         self.keeps_room = False  # an engine is reserved for it, see `gates.note_blocked`
-        self.hits_at = -1.0
-        self.hits_mark = -1  # `queueing.hits_mark`, when they were looked up
         self.particular = False  # not every policy version may run it; set before it joins a backlog
         self.stems: tuple[tuple[str, int, int], ...] | None = None
         self.blocked_since: float | None = None
-        self.most = self.fixed = (
-            0.0  # of `choosing`, during one look: the best score it could have, and what no engine changes
-        )
         self.servers: tuple[Engine, ...] = ()  # engines that could run the first member, see `gates.servers`
         self.servers_mark = (-1, -1)
 

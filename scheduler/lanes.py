@@ -23,7 +23,7 @@ import math
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.states import Gate, TaskType
@@ -79,8 +79,9 @@ class Lane:
     def push(self, item: Item) -> bool:
         """Take an item in; true when it is the first now."""
         front = self._front
-        if not self._heap or (front and item < front[-1]):
-            insort(front, item)
+        boxed: Any = item  # once: compiled, a tuple is put into an object each time one is needed
+        if not self._heap or (front and item[0] <= front[-1][0] and item < front[-1]):
+            insort(front, boxed)
             if len(front) > 2 * FRONT:
                 for moved in front[FRONT:]:
                     heapq.heappush(self._heap, moved)
@@ -89,7 +90,7 @@ class Lane:
                 self._first, self._first_sequence, self.first_key = item[3], item[2], item[0]
                 return True
             return False
-        heapq.heappush(self._heap, item)
+        heapq.heappush(self._heap, boxed)
         return not front
 
     def note_stale(self) -> None:

@@ -22,11 +22,13 @@ NO_QUOTA = Quota()
 
 class Ledger:
     __slots__ = (
+        "_class_floors",
         "_class_quotas",
         "_cap_factor",
         "_has_quotas",
         "_share_factors",
         "_shares_turned",
+        "_task_floors",
         "_task_quotas",
         "budget",
         "class_queued",
@@ -62,6 +64,9 @@ class Ledger:
         self._has_quotas = bool(budget.classes or budget.tasks)
         self.floor_classes = tuple(one for one in RolloutClass if self._class_quotas[one].floor_rollouts)
         self.floor_tasks = tuple(one for one in TaskType if self._task_quotas[one].floor_rollouts)
+        # The same as plain numbers, (class or task type, floor): asked for every turn, and an enum is a slow index.
+        self._class_floors = [(int(one), self._class_quotas[one].floor_rollouts) for one in self.floor_classes]
+        self._task_floors = [(int(one), self._task_quotas[one].floor_rollouts) for one in self.floor_tasks]
         self.has_floors = bool(self.floor_classes or self.floor_tasks)
 
     def turn(self, knobs: Knobs) -> None:
@@ -107,11 +112,11 @@ class Ledger:
 
     def owes(self) -> bool:
         """Whether any class or task type is below its floor and could run."""
-        for one in self.floor_classes:
-            if self.class_queued[one] and self.class_running[one] < self._class_quotas[one].floor_rollouts:
+        for number, floor in self._class_floors:
+            if self.class_running[number] < floor and self.class_queued[number]:
                 return True
-        for other in self.floor_tasks:
-            if self.task_queued[other] and self.task_running[other] < self._task_quotas[other].floor_rollouts:
+        for number, floor in self._task_floors:
+            if self.task_running[number] < floor and self.task_queued[number]:
                 return True
         return False
 

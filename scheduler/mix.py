@@ -27,7 +27,8 @@ class Window(Generic[Name]):
         self._names: deque[Name] = deque()
         self.counts: dict[Name, int] = {}
 
-    def add(self, name: Name) -> None:
+    def add(self, name: Name) -> Name | None:
+        """Count one more; returns the name that left for it, None while the window fills."""
         self._names.append(name)
         self.counts[name] = self.counts.get(name, 0) + 1
         if len(self._names) > WINDOW_ROLLOUTS:
@@ -37,13 +38,15 @@ class Window(Generic[Name]):
                 self.counts[oldest] = left
             else:
                 del self.counts[oldest]
+            return oldest
+        return None
 
     def __len__(self) -> int:
         return len(self._names)
 
 
 class Mix:
-    __slots__ = ("_max_strata", "_outputs", "_strata", "consumed", "dispatched", "target")
+    __slots__ = ("_max_strata", "_outputs", "_shares", "_strata", "consumed", "dispatched", "target")
 
     def __init__(self, target: Mapping[str, float], max_strata: int) -> None:
         self.target = dict(target)
@@ -51,6 +54,9 @@ class Mix:
         self._strata: set[str] = set(target)
         self.dispatched: Window[str] = Window()
         self.consumed: Window[str] = Window()
+        self._shares: dict[
+            str, tuple[float, float]
+        ] = {}  # worked out since they changed: asked for every entry looked at
         self._outputs: Window[int] = Window()
 
     def name(self, stratum: str) -> str:
@@ -60,6 +66,7 @@ class Mix:
         if len(self._strata) >= self._max_strata:
             return OTHER
         self._strata.add(stratum)
+        self._shares.clear()
         return stratum
 
     def target_share(self, stratum: str) -> float:
@@ -74,10 +81,18 @@ class Mix:
 
     def shares(self, stratum: str) -> tuple[float, float]:
         """(share of what was dispatched lately, target share)."""
-        return self.dispatched_share(stratum), self.target_share(stratum)
+        shares = self._shares.get(stratum)
+        if shares is None:
+            shares = self._shares[stratum] = (self.dispatched_share(stratum), self.target_share(stratum))
+        return shares
 
     def note_dispatched(self, stratum: str) -> None:
-        self.dispatched.add(stratum)
+        oldest = self.dispatched.add(stratum)
+        if oldest is None:
+            self._shares.clear()
+        else:
+            self._shares.pop(stratum, None)
+            self._shares.pop(oldest, None)
 
     def note_output(self, fingerprint: int) -> None:
         self._outputs.add(fingerprint)

@@ -141,7 +141,7 @@ def _make_room(world: World, pool: str, blocked: set[tuple[str, RolloutClass, bo
 def batch_limit(world: World, run: Run) -> int:
     """Dispatches of one run in one batch, by its phase."""
     limit = run.phase.between(world.config.policy.cold_start_batch_size, world.config.queue.max_batch_size)
-    return max(1, min(world.config.queue.max_batch_size, round(limit)))
+    return max(1, min(world.config.queue.max_batch_size, int(limit + 0.5)))
 
 
 def _place(world: World, turn: turns.Turn, room: Room, batch_id: int, one_pass: Pass) -> Gate:

@@ -43,8 +43,14 @@ class Promise:
     @property
     def rest_tokens(self) -> int:
         """Output it may still write, as far as it counts."""
-        rest = self.output_tokens - self.generated_tokens
-        return 0 if rest < 0 else rest if rest < CLIPPED_TOKENS else CLIPPED_TOKENS
+        return counted(self.output_tokens - self.generated_tokens)
+
+
+def counted(rest_tokens: int) -> int:
+    """Of so many tokens that may still be written, those that count."""
+    if rest_tokens < 0:
+        return 0
+    return rest_tokens if rest_tokens < CLIPPED_TOKENS else CLIPPED_TOKENS
 
 
 class Promises:
@@ -66,13 +72,15 @@ class Promises:
         self._add(promise, 1)
 
     def note_written(self, promise: Promise, generated_tokens: int) -> None:
-        rest = promise.rest_tokens
-        self.held_tokens += generated_tokens - promise.generated_tokens
+        written = promise.generated_tokens
+        output = promise.output_tokens
         promise.generated_tokens = generated_tokens
+        self.held_tokens += generated_tokens - written
+        change = counted(output - generated_tokens) - counted(output - written)
         if promise.in_full:
-            self.full_tokens += promise.rest_tokens - rest
+            self.full_tokens += change
         else:
-            self.part_tokens += promise.rest_tokens - rest
+            self.part_tokens += change
         if generated_tokens > self.longest_tokens:
             self.longest_tokens = generated_tokens
 

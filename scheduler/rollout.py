@@ -71,6 +71,7 @@ class Attempt:
         "progress_at",
         "promise",
         "rollout",
+        "run",
         "slice_tokens",
         "stems",
         "token_bytes",
@@ -88,18 +89,20 @@ class Attempt:
         now: float,
         token_bytes: bytes,
     ) -> None:
-        self.attempt_id = attempt_id
-        self.rollout = rollout
-        self.engine = engine
-        self.permit = permit
-        self.promise = promise
-        self.batch_id = batch_id
-        self.number = rollout.attempts
-        self.dispatched_at = now
+        # First what each report of progress reads: compiled, fields lie in this order.
         self.first_token_at: float | None = None
         self.progress_at = now
         self.generated_tokens = 0
         self.look_tokens = 0  # nothing but sums depends on how much it has written before it has written so many
+        self.run = rollout.run
+        self.engine = engine
+        self.promise = promise
+        self.attempt_id = attempt_id
+        self.rollout = rollout
+        self.permit = permit
+        self.batch_id = batch_id
+        self.number = rollout.attempts
+        self.dispatched_at = now
         self.cached_tokens = 0
         self.predicted_tokens = 0
         self.charged_tokens = 0.0  # against its run's share of the pool

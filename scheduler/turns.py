@@ -47,13 +47,10 @@ def next_turn(
     waiting = world.waiting.get(pool)
     if not waiting:
         return None
-    runs = list(waiting)
-    while runs:
-        run = runs[0]
-        for other in runs:
-            if other is not run and _goes_before(other, run, pool):
-                run = other
-        runs.remove(run)
+    tried: list[Run] = []
+    while len(tried) < len(waiting):
+        run = _first_run(waiting, tried, pool)
+        tried.append(run)
         run_id = run.run_id
         turns = [
             Turn(run, pool, rollout_class, short, backlog)
@@ -101,13 +98,25 @@ def rejoin(world: World, run: Run, pool: str) -> None:
     run.virtual_tokens[pool] = max(run.virtual_tokens.get(pool, 0.0), base)
 
 
-def _goes_before(run: Run, other: Run, pool: str) -> bool:
-    """Below its floor first, then the least virtual tokens, then by name."""
-    met = run.ledger.running >= run.settings.floor_rollouts
-    if met != (other.ledger.running >= other.settings.floor_rollouts):
-        return not met
-    mine, theirs = run.virtual_tokens.get(pool, 0.0), other.virtual_tokens.get(pool, 0.0)
-    return mine < theirs if mine != theirs else run.run_id < other.run_id
+def _first_run(waiting: dict[Run, None], tried: list[Run], pool: str) -> Run:
+    """Of those not tried yet: below its floor first, then the least virtual tokens, then by name."""
+    first: Run | None = None
+    least = math.inf
+    first_met = True
+    for run in waiting:
+        if tried and run in tried:
+            continue
+        met = run.ledger.running >= run.settings.floor_rollouts
+        tokens = run.virtual_tokens.get(pool, 0.0)
+        if first is not None:
+            if met is not first_met:
+                if met:
+                    continue
+            elif tokens > least or (tokens == least and run.run_id > first.run_id):
+                continue
+        first, least, first_met = run, tokens, met
+    assert first is not None, "the caller counts those that were tried"
+    return first
 
 
 def _first(turns: list[Turn]) -> Turn:

@@ -26,6 +26,42 @@ def test_segments_are_longest_first_with_growing_masks() -> None:
     assert index.segments(SPACE, run_of(1, 80)) == [(1 << a, 80), (1 << a | 1 << c, 48)]
 
 
+def test_what_is_read_off_segments_is_what_a_match_says() -> None:
+    """With pages of several sizes, shared stems, and engines that flushed their cache or left."""
+    rng = random.Random(5)
+    names = [f"e{number}" for number in range(70)]
+    index = PrefixIndex(UNBOUNDED, 16)
+    for number, name in enumerate(names):
+        index.add_engine(name, (1, 16, 32, 48)[number % 4])
+    stem = run_of(1, 96)
+    for _ in range(300):
+        tail = run_of(rng.randrange(2, 6), 16 * rng.randrange(9))
+        index.insert(SPACE, stem[: 4 * 16 * rng.randrange(7)] + tail, rng.choice(names))
+    index.clear_engine("e3")
+    index.drop_engine("e4")
+    for number in range(2, 6):
+        tokens = stem + run_of(number, 100)
+        segments = index.segments(SPACE, tokens)
+        hits = index.match(SPACE, tokens)
+        assert len(hits) > 10
+        assert {name: index.held(segments, name) for name in names if index.held(segments, name)} == hits
+        longest = index.longest(segments, len(names))
+        assert dict(longest) == hits and len(longest) == len(hits)
+        assert index.longest(segments, 4) == longest[:4]
+
+
+def test_some_engines_of_a_mask_from_a_bit_on() -> None:
+    names = [f"e{number}" for number in range(100)]
+    index = index_of(*names)
+    index.drop_engine("e50")
+    mask = sum(index.flag(name) for name in names[40:60])
+    assert index.flag("e50") == index.flag("stranger") == 0
+    assert index.some_of(mask, 3, 48) == ["e48", "e49", "e51"]
+    assert index.some_of(mask, 4, 58) == ["e58", "e59", "e40", "e41"]
+    assert index.some_of(mask, 100, 7) == [*names[40:50], *names[51:60]]
+    assert index.some_of(0, 3, 5) == []
+
+
 def test_the_least_recently_used_tail_goes_first_and_the_stem_survives() -> None:
     stem = run_of(1, 160)
     room = 4 * (160 + 3 * 160)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import Counter
 from typing import Any
 
@@ -457,6 +458,21 @@ def test_the_mix_is_judged_over_the_last_rollouts_only() -> None:
             WINDOW_ROLLOUTS,
         )
     assert set(window.counts) == {"new"}
+
+
+@pytest.mark.parametrize("target", [{}, {"s0": 0.5, "s9": 0.5}])
+def test_shares_are_those_of_this_moment(target: dict[str, float]) -> None:
+    """They are remembered between two dispatches, and no longer: while the window fills, when it is full, when a stratum is new."""
+    rng = random.Random(3)
+    mix = Mix(target, max_strata=20)
+    dispatched: list[str] = []
+    for number in range(3 * WINDOW_ROLLOUTS):
+        stratum = mix.name(f"s{rng.randrange(3 + number // 100)}")
+        mix.note_dispatched(stratum)
+        dispatched.append(stratum)
+        window = dispatched[-WINDOW_ROLLOUTS:]
+        for one in (stratum, rng.choice(dispatched), "s0"):
+            assert mix.shares(one) == (window.count(one) / len(window), mix.target_share(one))
 
 
 def test_more_strata_than_allowed_share_one_name() -> None:

@@ -10,7 +10,19 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rolloutd.scheduler.scoring import TERMS, Facts, Term, Weights, clamp, engine_score, entry_score, static_key
+from rolloutd.scheduler.scoring import (
+    TERMS,
+    EntryTerms,
+    Facts,
+    Term,
+    Weights,
+    clamp,
+    diversity,
+    engine_score,
+    engine_total,
+    entry_score,
+    static_key,
+)
 from rolloutd.scheduler.states import RolloutClass
 
 COUNTS = st.integers(0, 1 << 40)
@@ -68,6 +80,30 @@ def test_the_score_that_is_spelled_out_is_the_sum_of_all_terms(facts: Facts, by_
         of_side = [term for term in TERMS if term.per_engine is per_engine]
         expected = sum(term.sign * by_name[term.weight] * clamp(term.score(facts)) for term in of_side)
         assert spelled_out(facts, Weights(**by_name)) == pytest.approx(expected, abs=1e-9)
+
+
+@given(
+    facts=any_facts(),
+    by_name=WEIGHTS,
+    now=st.floats(0.0, 1e9),
+    deadline_at=st.none() | st.floats(0.0, 1e9),
+    token_seconds=st.floats(0.0, 10.0),
+)
+def test_from_plain_numbers_the_score_is_the_same(
+    facts: Facts, by_name: dict[str, float], now: float, deadline_at: float | None, token_seconds: float
+) -> None:
+    """What `choosing` adds up for many entries is what a decision about one of them tells."""
+    weights = Weights(**by_name)
+    queued_at = now - facts.waited_seconds
+    facts.waited_seconds = now - queued_at
+    facts.slack_seconds = None if deadline_at is None else deadline_at - now - facts.expected_tokens * token_seconds
+    terms = EntryTerms(weights, facts.rollout_class, now, facts.aging_seconds, token_seconds)
+    diverse = weights.diversity * clamp(diversity.score(facts))
+    plain = terms.score(queued_at, deadline_at, facts.expected_tokens, facts.longest_tokens, facts.steps_away, diverse)
+    assert plain == pytest.approx(entry_score(facts, weights), abs=1e-9, rel=1e-9)
+    uncommon = facts.hit_tokens - facts.common_tokens
+    total = engine_total(weights, uncommon, facts.prompt_tokens, facts.dearness, facts.slots_fill, facts.kv_fill)
+    assert total == pytest.approx(engine_score(facts, weights), abs=1e-9, rel=1e-9)
 
 
 @given(facts=st.lists(any_facts(), min_size=1, max_size=8), weights=WEIGHTS)
