@@ -39,20 +39,19 @@ def progress(world: World, event: AttemptProgress) -> None:
     engine = attempt.engine
     now = world.now
     tokens = event.generated_tokens
-    looks = tokens >= attempt.look_tokens
     if attempt.first_token_at is None:
         # Before its siblings are woken: they are ordered once, by all that is known.
         rollout = attempt.rollout
         written = rollout.kept_tokens + tokens
         attempt.run.lengths.note_running(rollout.prompt_hash, rollout.kind, rollout.rollout_id, written)
         _first_token(world, attempt, event.prompt_tokens, event.cached_tokens)
-    elif looks and attempt.progress_at >= engine.batch_since and attempt.progress_at >= engine.resumed_at:
-        engine.curve.note(engine.slots_used, (now - attempt.progress_at) / (tokens - attempt.generated_tokens))
+    elif now >= engine.curve_at and attempt.progress_at >= engine.batch_since:
+        engine.note_step(now, (now - attempt.progress_at) / (tokens - attempt.generated_tokens))
     attempt.run.supply.add(tokens - attempt.generated_tokens, now)
     attempt.generated_tokens = tokens
     engine.promises.note_written(attempt.promise, tokens)
     attempt.progress_at = now
-    if looks:
+    if tokens >= attempt.look_tokens:
         _look_at(world, attempt)
 
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from rolloutd.scheduler.timers import Timer
 
 MIB = 1 << 20
+CURVE_SECONDS = 0.1  # between two looks at how long a decode step takes
 SPEED_SMOOTHING = 0.2  # weight of the newest sample in the speed averages
 REMEMBERED_LABELS = 16  # of earlier weights: more than any attempt outlives
 MIN_SLOTS_FOR_RESERVE = 8  # an engine smaller than this keeps nothing back
@@ -47,6 +48,7 @@ class Engine:
         "control_id",
         "critical_used",
         "curve",
+        "curve_at",
         "decode_seconds_per_token",
         "draining",
         "engine_id",
@@ -130,6 +132,7 @@ class Engine:
         self.prefill_tokens_per_second = 0.0  # 0: not measured yet
         self.decode_seconds_per_token = 0.0
         self.curve = DecodeCurve()
+        self.curve_at = 0.0  # when it may learn again
         self.batch_since = 0.0  # nothing was sent there, had its first token or ended since then
         self.last_prefilled = (0, 0.0)
         self.predicted_cached_tokens = 0
@@ -294,6 +297,11 @@ class Engine:
         elif new_tokens >= 256 and new_seconds > 0:  # enough for a rate
             self.prefill_tokens_per_second = _smooth(self.prefill_tokens_per_second, new_tokens / new_seconds)
             self.last_prefilled = (load.prefilled_tokens_total, load.prefill_busy_seconds_total)
+
+    def note_step(self, now: float, seconds_per_token: float) -> None:
+        """A rollout here wrote at that pace since its last report, while nothing came or went."""
+        self.curve.note(self.slots_used, seconds_per_token)
+        self.curve_at = now + CURVE_SECONDS
 
     def note_decode(self, seconds_per_token: float) -> None:
         self.decode_seconds_per_token = _smooth(self.decode_seconds_per_token, seconds_per_token)
