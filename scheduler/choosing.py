@@ -176,7 +176,9 @@ class Look:
             here = holders & rest
             if here:
                 rest ^= here
-                start = int(world.rng.random() * here.bit_length())  # or those with the lowest bits would get all
+                start = 0  # all are seen, and of those that are equally full the first: siblings stay together
+                if here.bit_count() > PROBES:  # or those with the lowest bits would get all
+                    start = int(world.rng.random() * here.bit_length())
                 some = [members[key] for key in world.index.some_of(here, PROBES, start)]
                 some.sort(key=Engine.fill)
                 found += some[: MAX_HOLDING_SCORED - len(found)]
