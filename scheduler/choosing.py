@@ -190,7 +190,7 @@ class Look:
         """`PROBES` engines with room, drawn at random, emptiest first."""
         if not self.emptiest:
             roomy = self._roomy.engines
-            start = int(self._world.rng.random() * len(roomy))
+            start = self._world.rng.randrange(len(roomy))
             self.emptiest = roomy[start : start + PROBES] + roomy[: max(0, start + PROBES - len(roomy))]
             self.emptiest.sort(key=Engine.fill)
         return self.emptiest
