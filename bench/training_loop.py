@@ -115,14 +115,18 @@ def loop_bound_seconds(workloads: Sequence[Workload], engines: Sequence[EngineSh
     """Below which no loop over these steps ends.
 
     Synchronous: each step's bound, its training and its update, one after the other. One step off: the longer of all the work at
-    full batches and the first step with the training of all.
+    full batches, and of a chain: a step is submitted when the one before it begins, so it is back no earlier than its own bound
+    after that, and what follows begins when it has been trained.
     """
     bounds = [workload_bound(workload, engines) for workload in workloads]
-    rest = (TRAIN_SECONDS + UPDATE_SECONDS) * len(workloads)
+    rest = TRAIN_SECONDS + UPDATE_SECONDS
     if not off:
-        return sum(one.seconds for one in bounds) + rest
+        return sum(one.seconds for one in bounds) + rest * len(workloads)
     work = sum(max(one.decode_work_seconds, one.both_works_seconds) for one in bounds)
-    return max(work + TRAIN_SECONDS + UPDATE_SECONDS, bounds[0].seconds + rest)
+    submitted = begun = 0.0
+    for one in bounds:
+        submitted, begun = begun, max(begun, submitted + one.seconds) + rest
+    return max(work + rest, begun)
 
 
 def loop_figures(arm: str, name: str, seed: int, loop: TrainingLoop, machines: Sequence[MachineConfig]) -> Figures:

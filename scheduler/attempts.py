@@ -36,6 +36,7 @@ def progress(world: World, event: AttemptProgress) -> None:
     attempt = world.attempts.get(event.attempt_id)
     if attempt is None or event.generated_tokens <= attempt.generated_tokens:
         return
+    engine = attempt.engine
     now = world.now
     tokens = event.generated_tokens
     if attempt.first_token_at is None:
@@ -44,9 +45,11 @@ def progress(world: World, event: AttemptProgress) -> None:
         written = rollout.kept_tokens + tokens
         attempt.run.lengths.note_running(rollout.prompt_hash, rollout.kind, rollout.rollout_id, written)
         _first_token(world, attempt, event.prompt_tokens, event.cached_tokens)
+    elif now >= engine.curve_at and attempt.progress_at >= engine.batch_since:
+        engine.note_step(now, (now - attempt.progress_at) / (tokens - attempt.generated_tokens))
     attempt.run.supply.add(tokens - attempt.generated_tokens, now)
     attempt.generated_tokens = tokens
-    attempt.engine.promises.note_written(attempt.promise, tokens)
+    engine.promises.note_written(attempt.promise, tokens)
     attempt.progress_at = now
     if tokens >= attempt.look_tokens:
         _look_at(world, attempt)
@@ -182,7 +185,7 @@ def _first_token(world: World, attempt: Attempt, prompt_tokens: int, cached_toke
     """The prompt is computed and cached: credit it, correct the index, release who waited for it."""
     rollout = attempt.rollout
     engine = attempt.engine
-    attempt.first_token_at = world.now
+    attempt.first_token_at = engine.batch_since = world.now
     attempt.cached_tokens = cached_tokens
     if rollout.first_token_at is None:
         rollout.first_token_at = world.now

@@ -179,7 +179,9 @@ class Look:
             here = holders & rest
             if here:
                 rest ^= here
-                start = int(world.rng.random() * here.bit_length())  # or those with the lowest bits would get all
+                start = 0  # all are seen, and of those that are equally full the first: siblings stay together
+                if here.bit_count() > PROBES:  # or those with the lowest bits would get all
+                    start = int(world.rng.random() * here.bit_length())
                 some = [members[key] for key in world.index.some_of(here, PROBES, start)]
                 some.sort(key=Engine.fill)
                 found += some[: MAX_HOLDING_SCORED - len(found)]
@@ -191,7 +193,7 @@ class Look:
         """`PROBES` engines with room, drawn at random, emptiest first."""
         if not self.emptiest:
             roomy = self._roomy.engines
-            start = int(self._world.rng.random() * len(roomy))
+            start = self._world.rng.randrange(len(roomy))
             self.emptiest = roomy[start : start + PROBES] + roomy[: max(0, start + PROBES - len(roomy))]
             self.emptiest.sort(key=Engine.fill)
         return self.emptiest

@@ -56,6 +56,7 @@ def dispatch(world: World, look: Look, batch_id: int) -> None:
     world.attempts[attempt.attempt_id] = attempt
     engine.attempts[attempt.attempt_id] = attempt
     engine.note_dispatch(world.config.executor)
+    engine.batch_since = world.now
     queueing.release_reservations(world, entry)
     entry.blocked_since = None
     rollout.move(RolloutState.DISPATCHED, world.now, f"to {engine.engine_id} in batch {batch_id}")

@@ -16,6 +16,7 @@ import math
 from typing import TYPE_CHECKING
 
 from rolloutd.scheduler.config import ExecutorSettings
+from rolloutd.scheduler.decode_curve import DecodeCurve
 from rolloutd.scheduler.promises import Promises
 from rolloutd.scheduler.spec import EngineFacts
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from rolloutd.scheduler.timers import Timer
 
 MIB = 1 << 20
+CURVE_SECONDS = 0.1  # between two looks at how long a decode step takes
 SPEED_SMOOTHING = 0.2  # weight of the newest sample in the speed averages
 REMEMBERED_LABELS = 16  # of earlier weights: more than any attempt outlives
 MIN_SLOTS_FOR_RESERVE = 8  # an engine smaller than this keeps nothing back
@@ -38,12 +40,15 @@ class Engine:
     __slots__ = (
         "attempts",
         "breaker_until",
+        "batch_since",
         "busy_until",
         "cache_key",
         "cache_since",
         "cached_tokens",
         "control_id",
         "critical_used",
+        "curve",
+        "curve_at",
         "decode_seconds_per_token",
         "draining",
         "engine_id",
@@ -126,6 +131,9 @@ class Engine:
         self.reserved_for: Entry | None = None  # an entry too large for any gap: keep this engine's room for it
         self.prefill_tokens_per_second = 0.0  # 0: not measured yet
         self.decode_seconds_per_token = 0.0
+        self.curve = DecodeCurve()
+        self.curve_at = 0.0  # when it may learn again
+        self.batch_since = 0.0  # nothing was sent there, had its first token or ended since then
         self.last_prefilled = (0, 0.0)
         self.predicted_cached_tokens = 0
         self.cached_tokens = 0
@@ -289,6 +297,11 @@ class Engine:
         elif new_tokens >= 256 and new_seconds > 0:  # enough for a rate
             self.prefill_tokens_per_second = _smooth(self.prefill_tokens_per_second, new_tokens / new_seconds)
             self.last_prefilled = (load.prefilled_tokens_total, load.prefill_busy_seconds_total)
+
+    def note_step(self, now: float, seconds_per_token: float) -> None:
+        """A rollout here wrote at that pace since its last report, while nothing came or went."""
+        self.curve.note(self.slots_used, seconds_per_token)
+        self.curve_at = now + CURVE_SECONDS
 
     def note_decode(self, seconds_per_token: float) -> None:
         self.decode_seconds_per_token = _smooth(self.decode_seconds_per_token, seconds_per_token)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 
-from rolloutd.scheduler import budgeting, promises, queueing, versions
+from rolloutd.scheduler import budgeting, promises, queueing, tail, versions
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.rollout import Rollout
@@ -202,23 +202,23 @@ def _kept_for_another(world: World, keeper: Entry | None, entry: Entry) -> bool:
 
 
 def _spoils_tail(world: World, entry: Entry, engine: Engine) -> bool:
-    """Whether lower-class work would slow the last critical rollouts of a step the trainer waits for.
-
-    While no critical work queues but some runs here, lower classes fill the engine only up to a share of its slots: every
-    sequence in a batch makes each token of the others later.
-    """
-    if entry.rollout_class is RolloutClass.CRITICAL or entry.short or not engine.critical_used:
-        return False
+    """Whether lower-class work would slow the last rollouts of this step, or of the next one, too much: see `tail`."""
     run = entry.run
-    if run.pressure(world.now) < 1.0 or any(
-        backlog.count
-        for (_, rollout_class, short), backlog in run.backlogs.items()
-        if rollout_class is RolloutClass.CRITICAL and not short
-    ):
+    step = entry.members[0].needed_by_step
+    soon = step is not None and step <= run.step + 1
+    if not (engine.critical_used or (run.by_step and not soon)) or not tail.is_on(world, run):
         return False
-    policy = world.config.policy
-    fill = run.phase.between(policy.cold_start_tail_fill, policy.stable_tail_fill)
-    return engine.slots_used >= max(1, int(fill * engine.facts.slots))
+    if soon and run.pressure(world.now) < 1.0:
+        return False
+    beside = engine.slots_used - tail.awaited(world, run, engine)
+    if beside == engine.slots_used:
+        return False  # nobody awaits anything from it
+    stall_seconds = 0.0
+    if engine.prefill_tokens_per_second:
+        held = world.index.held(entry.segments, engine.cache_key) if entry.segments else 0
+        missing = max(0, entry.prompt_tokens - held)
+        stall_seconds = missing / engine.prefill_tokens_per_second / entry.expected_tokens
+    return beside >= tail.most_beside(world, run, engine, stall_seconds, soon)
 
 
 def note_blocked(world: World, entry: Entry, gate: Gate) -> None:

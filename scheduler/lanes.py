@@ -34,7 +34,7 @@ LANES_LOOKED_AT = 6  # with a deadline, and as many without
 RANK_LOOKS = 8  # looks between two rankings of the lanes
 ENGINES_LOOKED_AT = 4  # whose affinity heaps one look goes into
 HEADS_PER_ENGINE = 2
-MAX_AFFINE_ENGINES = 4  # engines whose affinity heap one entry enters
+MAX_AFFINE_ENGINES = 8  # engines whose affinity heap one entry enters
 COMPACT_MINIMUM = 64
 
 Item = tuple[float, int, int, Entry]  # (key, tie-break, sequence, entry)

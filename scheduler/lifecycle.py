@@ -235,6 +235,7 @@ def close_attempt(world: World, attempt: Attempt, piece: Piece | None, end: str)
     now = world.now
     attempt.permit.release()
     attempt.engine.promises.release(attempt.promise)
+    attempt.engine.batch_since = now
     world.forget_attempt(attempt)
     attempt.engine.attempts.pop(attempt.attempt_id, None)
     rollout.attempt = None

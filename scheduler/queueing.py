@@ -26,7 +26,7 @@ from rolloutd.scheduler.versions import ANYTHING
 from rolloutd.scheduler.world import World
 
 HITS_FRESH_SECONDS = 1.0  # an entry's prefix hits are looked up again after this
-REKEY_FACTOR = 1.2  # an expected length that moved by less since it was keyed does not change an entry's place
+REKEY_FACTOR = 1.1  # an expected length that moved by less since it was keyed does not change an entry's place
 
 
 def put(world: World, rollout: Rollout) -> None:

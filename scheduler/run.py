@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from rolloutd.scheduler.entry import Entry, EntryKey
     from rolloutd.scheduler.lanes import Backlog
     from rolloutd.scheduler.rollout import Rollout
+    from rolloutd.scheduler.tail import Tail
     from rolloutd.scheduler.timers import Timer
 
 REMEMBERED_IDS = 65_536
@@ -96,6 +97,7 @@ class Run:
         "stale_results",
         "state_since",
         "supply",
+        "tail",
         "undelivered_bytes",
         "undelivered_results",
         "unfinished",
@@ -128,6 +130,7 @@ class Run:
         self.lengths = LengthModel()
         self.mix = Mix(settings.target_mix, config.queue.max_strata)
         self.supply = Meter(now)
+        self.tail: Tail | None = None  # what is left of its critical rollouts, as last looked at
         self.consumers: dict[str, Consumer] = {}
         self.rollouts: dict[str, Rollout] = {}
         self.sampled: dict[str, dict[str, None]] = {}  # id submitted with samples > 1 -> its members that are records

@@ -2,7 +2,8 @@
 
 A step ends with its longest rollout, and nobody knows which that is. Among more rollouts than slots, the one that may still write
 most goes first (`scoring.urgency`); what that is changes while they write. So whenever a rollout has written another
-`preempt.time_slice_tokens`, it is compared with those that wait, and interrupted where one of them may take clearly longer. Its
+`preempt.time_slice_tokens`, it is compared with those that wait, and interrupted where one of them may take clearly longer, at
+worst and on average: of what has no near limit, that which got far has more before it than what is fresh, and runs on. Its
 tokens are kept, and its prefix stays in its engine's cache until it goes on, mostly there.
 
 In the end all those that may be the longest have got about equally far, and none of them was started last.
@@ -57,8 +58,8 @@ def _end_of_slice(world: World, attempt: Attempt) -> None:
     if any(engine.is_open(world.now) for engine in room.long):
         return
     written = rollout.kept_tokens + attempt.generated_tokens
-    left = run.lengths.worst(rollout.prompt_hash, rollout.kind, rollout.max_new_tokens, written)
-    longer = _longer(world, backlog, attempt, left * CLEARLY_LONGER)
+    whole, left = run.lengths.outlook(rollout.prompt_hash, rollout.kind, rollout.max_new_tokens, written)
+    longer = _longer(world, backlog, attempt, left * CLEARLY_LONGER, whole - written)
     if longer is None:
         return
     first = longer.members[0].rollout_id
@@ -83,14 +84,15 @@ def _may_wait(world: World, attempt: Attempt) -> bool:
     )
 
 
-def _longer(world: World, backlog: Backlog, attempt: Attempt, tokens: float) -> Entry | None:
-    """The first of those who wait that could run here and may write more than `tokens`, if no slot is on its way to it yet."""
+def _longer(world: World, backlog: Backlog, attempt: Attempt, worst_tokens: float, tokens: float) -> Entry | None:
+    """The first of those who wait that could run here, may write more than `worst_tokens` and is expected to write more than
+    `tokens`, if no slot is on its way to it yet."""
     engine = attempt.engine
     run = attempt.rollout.run
     found: Entry | None = None
     waiting = 0
     for entry in backlog.candidates((), lambda _: 0.0, frozenset((TaskType.GENERATION,)), MOST_HEADS):
-        if entry.worst_tokens <= tokens or entry.deadline_at is not None:
+        if entry.worst_tokens <= worst_tokens or entry.expected_tokens <= tokens or entry.deadline_at is not None:
             continue
         if not gates.could_serve(world, entry, engine, entry.members[0].remaining_tokens):
             continue

@@ -81,7 +81,7 @@ class EntryTerms:
         elif self._is_critical:
             urgent = urgency.untimed(worst_tokens)
         else:
-            urgent = urgency.later(steps_away)
+            urgent = urgency.later(steps_away, worst_tokens)
         waited = waiting.grown(self._now - queued_at, self._aging_seconds)
         return self._critical * clamp(urgent) + self._waiting * clamp(waited) + diverse
 

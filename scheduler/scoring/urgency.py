@@ -3,7 +3,8 @@
 With a deadline: 1 - slack / HORIZON_SECONDS, where slack = deadline - now - expected running time (WORKLOADS B.12).
 Without one, for CRITICAL work: ln(worst) / ln(LONGEST_TOKENS), where worst is what the rollout may still write at worst: a step
 ends with its slowest rollout, so what may take longest goes first. The scale is fixed, so keys made at different times compare.
-For other classes: 1 / (2 x steps until needed); 0 where nobody needs it by a step.
+For other classes (1 + that) / (4 x steps until needed), so the nearest step goes first and in it what may take longest. Where
+nobody needs it by a step a little of that is left: among equals, what takes longest decides when all of it is done.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from rolloutd.scheduler.states import RolloutClass
 
 HORIZON_SECONDS = 60.0  # a slack beyond this is no hurry
 LONGEST_TOKENS = 131_072  # outputs beyond this are as urgent as this
+LEAST_NEEDED = 0.05  # however far the step is
+UNNEEDED = 0.05
 LOG_LONGEST = math.log(LONGEST_TOKENS)
 
 
@@ -34,7 +37,7 @@ def static(deadline_at: float | None, facts: Facts) -> float:
 def _untimed(facts: Facts) -> float:
     if facts.rollout_class is RolloutClass.CRITICAL:
         return untimed(facts.worst_tokens)
-    return later(facts.steps_away)
+    return later(facts.steps_away, facts.worst_tokens)
 
 
 def timed(slack_seconds: float) -> float:
@@ -47,6 +50,7 @@ def untimed(worst_tokens: float) -> float:
     return min(1.0, math.log(max(1.0, worst_tokens)) / LOG_LONGEST)
 
 
-def later(steps_away: int | None) -> float:
+def later(steps_away: int | None, worst_tokens: float) -> float:
     """Of other classes."""
-    return 0.0 if steps_away is None else 0.5 / max(1, steps_away)
+    longest = untimed(worst_tokens)
+    return UNNEEDED * longest if steps_away is None else max(LEAST_NEEDED, 0.25 / max(1, steps_away)) * (1.0 + longest)

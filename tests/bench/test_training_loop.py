@@ -74,8 +74,21 @@ def test_the_bound_of_a_loop() -> None:
     shapes = [EngineShape(TimingModel(), 16, 200_000, 16, stalls=True)] * 8
     steps = [training_loop.Q1.draw(0, 32_000, step=step) for step in range(3)]
     bounds = [workload_bound(step, shapes) for step in steps]
-    rest = 3 * (TRAIN_SECONDS + UPDATE_SECONDS)
-    assert loop_bound_seconds(steps, shapes, False) == pytest.approx(sum(one.seconds for one in bounds) + rest)
+    rest = TRAIN_SECONDS + UPDATE_SECONDS
+    first, second, third = (one.seconds for one in bounds)
+    assert loop_bound_seconds(steps, shapes, False) == pytest.approx(first + second + third + 3 * rest)
+    # The second step is there from the start, the third once the second begins.
+    begun = first + rest
+    after_second = max(begun, second) + rest
+    chain = max(after_second, begun + third) + rest
     work = sum(max(one.both_works_seconds, one.decode_work_seconds) for one in bounds)
-    least = max(work + TRAIN_SECONDS + UPDATE_SECONDS, bounds[0].seconds + rest)
+    assert chain > work + rest and loop_bound_seconds(steps, shapes, True) == pytest.approx(chain)
+
+
+def test_a_loop_one_step_off_whose_steps_fill_the_engines_is_bound_by_their_work() -> None:
+    shapes = [EngineShape(TimingModel(), 16, 200_000, 16, stalls=True)]
+    steps = [training_loop.Q1.draw(0, 32_000, step=step) for step in range(3)]
+    bounds = [workload_bound(step, shapes) for step in steps]
+    least = sum(one.seconds for one in bounds) + TRAIN_SECONDS + UPDATE_SECONDS
+    assert all(one.seconds == max(one.both_works_seconds, one.decode_work_seconds) for one in bounds)
     assert loop_bound_seconds(steps, shapes, True) == pytest.approx(least)
