@@ -4,7 +4,7 @@ Which rollout is the last is not known when its neighbours are chosen (`tail.py`
 run for long are still there when it turns out. Their tokens are kept: going on elsewhere costs a prefill of what they have so far.
 
 Invariants
-- Nobody is moved who would start again, who has hardly begun or is nearly done, or who has yielded often; no more leave in one
+- Nobody is moved who would start again, who has hardly begun or is nearly done, or who was moved often; no more leave in one
   look than have room elsewhere, and no more than `MOST_AT_ONCE`.
 - An engine is cleared only when it is fuller than twice the slowdown allows, and then down to what it allows, so that one move does
   not bring on the next.
@@ -70,7 +70,7 @@ def _movable(world: World, run: Run, engine: Engine) -> list[Attempt]:
             continue
         if rollout.on_preempt is not OnPreempt.KEEP_PARTIAL or not rollout.resumable:
             continue
-        if rollout.yielded >= settings.max_per_rollout or world.now - attempt.dispatched_at < settings.min_run_seconds:
+        if rollout.moved >= settings.max_per_rollout or world.now - attempt.dispatched_at < settings.min_run_seconds:
             continue
         written = rollout.kept_tokens + attempt.generated_tokens
         whole = run.lengths.expected(rollout.prompt_hash, rollout.kind, rollout.max_new_tokens, written)
@@ -82,6 +82,7 @@ def _movable(world: World, run: Run, engine: Engine) -> list[Attempt]:
 
 def _move(world: World, attempt: Attempt) -> None:
     world.preempted_total += 1
+    attempt.rollout.moved += 1
     engine_id = attempt.engine.engine_id
     lifecycle.abort(world, attempt.rollout, AbortReason.PREEMPT, f"leaves {engine_id} to the last critical rollouts")
     world.decide(

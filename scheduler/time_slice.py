@@ -36,8 +36,9 @@ CLEARLY_LONGER = 1.1  # below this nobody is interrupted: what is gained is less
 
 def consider(world: World, attempt: Attempt) -> int:
     """It has written more: at the end of a slice, interrupt it where somebody should go first. Returns where its slice ends."""
-    slice_tokens = world.config.preempt.time_slice_tokens
-    if not slice_tokens:
+    settings = world.config.preempt
+    slice_tokens = settings.time_slice_tokens
+    if not slice_tokens or not settings.enabled:
         return NEVER
     end = attempt.slice_end_tokens
     if attempt.generated_tokens >= end:

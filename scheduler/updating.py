@@ -303,7 +303,7 @@ def _resumed(world: World, update: EngineUpdate) -> None:
     engine = update.engine
     update.paused = False
     engine.ready = True
-    engine.resumed_at = world.now
+    engine.resumed_at = engine.batch_since = world.now
     for attempt in engine.attempts.values():
         attempt.progress_at = world.now  # it stood still through no fault of its own
         if attempt.rollout.state is not RolloutState.ABORTING:

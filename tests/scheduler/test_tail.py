@@ -186,6 +186,10 @@ def test_background_moves_away_from_the_last_rollout_of_a_step() -> None:
     bench.stop_aborted(5)
     bench.pass_time(4.0)
     assert len(beside(bench)) == 8 and last not in beside(bench)
+    moved = [bench.core._world.runs["run"].rollouts[f"b{index}"] for index in range(8)]
+    assert any(one.moved for one in moved) and all(
+        one.yielded == one.moved for one in moved
+    )  # may yield as often as ever
     bench.finish("last")
     for rollout_id in [one for one in bench.live if one.startswith("b")]:
         bench.finish(rollout_id)

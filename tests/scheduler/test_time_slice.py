@@ -14,9 +14,11 @@ SLICE = 10
 MOST = 100  # of unknown length: at worst all of it
 
 
-def full(slots: int = 2, slice_tokens: int = SLICE, **fields: Any) -> Bench:
+def full(slots: int = 2, time_slice_tokens: int = SLICE, enabled: bool = True, **fields: Any) -> Bench:
     """An engine whose slots are all taken by rollouts a0, a1, ... that have begun to write."""
-    bench = Bench(engine(slots=slots), settings=config(preempt={"time_slice_tokens": slice_tokens}))
+    bench = Bench(
+        engine(slots=slots), settings=config(preempt={"time_slice_tokens": time_slice_tokens, "enabled": enabled})
+    )
     assert len(bench.run(*specs("a", slots, max_new_tokens=MOST, **fields))) == slots
     for number in range(slots):
         bench.write(f"a{number}", 1)
@@ -78,8 +80,9 @@ def test_no_more_go_than_wait() -> None:
     assert len(bench.leaving()) == 3
 
 
-def test_it_can_be_turned_off() -> None:
-    bench = full(slice_tokens=0)
+@pytest.mark.parametrize("preempt", [{"time_slice_tokens": 0}, {"time_slice_tokens": SLICE, "enabled": False}])
+def test_it_can_be_turned_off(preempt: dict[str, Any]) -> None:
+    bench = full(**preempt)
     bench.submit(spec("b", max_new_tokens=MOST))
     bench.write("a0", MOST - 1)
     assert not bench.leaving()
