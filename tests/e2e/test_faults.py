@@ -145,7 +145,7 @@ async def test_dispatch_48_unique_prompts_spread(sim: MakeSim, serve: MakeServer
 
 
 async def test_stream_89_sigterm(sim: MakeSim, serve: MakeServer, random: np.random.Generator) -> None:
-    engine = sim("--slots", "21")  # one stays free for short work
+    engine = sim("--slots", "20")
     server = await serve(engine, environment={"ROLLOUTD_SERVER__SHUTDOWN_GRACE_SECONDS": "20"})
     wanted = prompts(random, 20)
     async with client_of(server, reconnect_seconds=0.5) as client:
