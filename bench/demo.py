@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rolloutd.bench.arguments import positive, positive_int
 from rolloutd.bench.ceiling import prefix_hit_ceiling
 from rolloutd.bench.demo_cast import Cast
 from rolloutd.bench.demo_clock import SimClock
@@ -206,25 +207,11 @@ def _parser() -> argparse.ArgumentParser:
         default="sim",
         help="simulated engines, or real SGLang servers on the CPU",
     )
-    add("--steps", type=_positive_int, default=3, help="training steps")
+    add("--steps", type=positive_int, default=3, help="training steps")
     add("--seed", type=int, default=0, help="of the workload")
-    add("--time-scale", type=_positive, help=f"simulated seconds per real second (default {SIM_TIME_SCALE:g})")
+    add("--time-scale", type=positive, help=f"simulated seconds per real second (default {SIM_TIME_SCALE:g})")
     add("--json-only", action="store_true", help="print the JSON line and nothing else")
     return parser
-
-
-def _positive(text: str) -> float:
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return number
-
-
-def _positive_int(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
 
 
 if __name__ == "__main__":

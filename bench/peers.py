@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 import uvloop
 from rich.console import Console
 
+from rolloutd.bench.arguments import positive
 from rolloutd.bench.demo_cpu import CpuMeter
 from rolloutd.bench.demo_processes import ChildFailed
 from rolloutd.bench.figures import Figures, Limit, figures
@@ -256,7 +257,7 @@ def _asked(argv: Sequence[str] | None) -> Asked:
     add("--workloads", nargs="+", default=WORKLOADS, choices=tuple(SCENARIOS), metavar="NAME", help="(Q1 Q2 Q3 Q4)")
     add("--seeds", nargs="+", type=int, default=SEEDS, metavar="N", help=f"({' '.join(map(str, SEEDS))})")
     add("--arms", nargs="+", default=(), choices=tuple(ARMS), metavar="NAME", help=f"of {', '.join(ARMS)}")
-    add("--scale", type=_positive, help="simulated seconds per real one, for all workloads (each has its own)")
+    add("--scale", type=positive, help="simulated seconds per real one, for all workloads (each has its own)")
     add("--warm", action="store_true", help="then a second epoch of the same prompts, after a policy version")
     add("--quick", action="store_true", help="Q1 and Q2 with one seed and two routers: a look, not a result")
     options = parser.parse_args(argv)
@@ -268,13 +269,6 @@ def _asked(argv: Sequence[str] | None) -> Asked:
         if not arms_for(workload, asked.arms):
             parser.error(f"--arms: none of {', '.join(asked.arms)} is for {workload}")
     return asked
-
-
-def _positive(text: str) -> float:
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return number
 
 
 if __name__ == "__main__":

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from rolloutd.bench.demo_clock import SimClock
 from rolloutd.bench.metrics import RolloutRecord
 from rolloutd.bench.peers_doors import Answer, Door
-from rolloutd.bench.sessions import turn_item
+from rolloutd.bench.sessions import SessionsUnderWay
 from rolloutd.bench.simulated import EpochRecord
-from rolloutd.bench.workload import TOKEN_BYTES, Item, Session, Workload
+from rolloutd.bench.workload import TOKEN_BYTES, Item, Workload
 from rolloutd.scheduler.states import Outcome
 
 # Simulated. Nothing of these workloads takes half as long; where nothing came back for this long something is broken.
@@ -52,8 +52,7 @@ class Epoch:
         self._time_scale = time_scale
         self._on_progress = on_progress
         self._left = workload.rollouts
-        self._sessions = {session.session_id: session for session in workload.sessions}
-        self._contexts: dict[str, bytes] = {}  # session -> prompt of the turn that is out
+        self._sessions = SessionsUnderWay(workload.sessions)
         self._out: dict[str, Item] = {}
         self._waits: set[asyncio.Task[None]] = set()
         self._clock: SimClock
@@ -84,10 +83,7 @@ class Epoch:
         for item in self._workload.items:
             by_time.setdefault(item.arrival_seconds, []).append(item)
         for session in self._workload.sessions:
-            first = session.turns[0].new_bytes
-            self._contexts[session.session_id] = first
-            item = turn_item(session, 0, first, session.arrival_seconds)
-            by_time.setdefault(session.arrival_seconds, []).append(item)
+            by_time.setdefault(session.arrival_seconds, []).append(self._sessions.first(session))
         return by_time
 
     def _later(self, seconds: float, items: Sequence[Item]) -> None:
@@ -133,7 +129,7 @@ class Epoch:
         else:
             self._keep(item, answer)
         if item.session_id:
-            self._turn_over(self._sessions[item.session_id], item, answer)
+            self._turn_over(item, answer)
         if self._on_progress is not None:
             self._on_progress(self._workload.rollouts - self._left)
 
@@ -150,16 +146,14 @@ class Epoch:
         record.prompt_tokens = answer.prompt_tokens
         record.cached_tokens = answer.cached_tokens
 
-    def _turn_over(self, session: Session, item: Item, answer: Answer) -> None:
-        turn = item.turn + 1
+    def _turn_over(self, item: Item, answer: Answer) -> None:
+        now = self._clock.now()
+        following = None
         if answer.problem:
-            self._left -= len(session.turns) - turn  # the turns after it never come
-            turn = len(session.turns)
-        if turn >= len(session.turns):
-            self.record.session_ends[session.session_id] = self._clock.now()
-            return
-        following = session.turns[turn]
-        context = self._contexts[session.session_id] + answer.output + following.new_bytes
-        self._contexts[session.session_id] = context
-        arrival = self._clock.now() + following.gap_seconds
-        self._later(arrival, [turn_item(session, turn, context, arrival)])
+            self._left -= self._sessions.give_up(item.session_id, item.turn)
+        else:
+            following = self._sessions.after(item.session_id, item.turn, answer.output, now)
+        if following is None:
+            self.record.session_ends[item.session_id] = now
+        else:
+            self._later(following.arrival_seconds, [following])

@@ -13,6 +13,7 @@ What this module does not know: engines and time. The trainer of a simulation re
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -151,3 +152,31 @@ def turn_item(session: Session, turn: int, context_bytes: bytes, arrival_seconds
         turn=turn,
         needed_by_step=session.needed_by_step,
     )
+
+
+class SessionsUnderWay:
+    """Turn after turn of a workload's sessions: each prompt as long as what came before makes it."""
+
+    def __init__(self, sessions: Sequence[Session]) -> None:
+        self._sessions = {session.session_id: session for session in sessions}
+        self._contexts: dict[str, bytes] = {}  # session -> prompt of the turn that is out
+
+    def first(self, session: Session) -> Item:
+        """Its first turn, at the session's arrival."""
+        context = self._contexts[session.session_id] = session.turns[0].new_bytes
+        return turn_item(session, 0, context, session.arrival_seconds)
+
+    def after(self, session_id: str, turn: int, output: bytes, now_seconds: float) -> Item | None:
+        """The turn that follows one that is back, when its tool has answered; None after the last one."""
+        session = self._sessions[session_id]
+        if turn + 1 == len(session.turns):
+            del self._contexts[session_id]
+            return None
+        following = session.turns[turn + 1]
+        context = self._contexts[session_id] = self._contexts[session_id] + output + following.new_bytes
+        return turn_item(session, turn + 1, context, now_seconds + following.gap_seconds)
+
+    def give_up(self, session_id: str, turn: int) -> int:
+        """A turn failed: the session is over. Returns how many turns never come."""
+        del self._contexts[session_id]
+        return len(self._sessions[session_id].turns) - turn - 1

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from rolloutd.bench.metrics import RolloutRecord
-from rolloutd.bench.sessions import turn_item
+from rolloutd.bench.sessions import SessionsUnderWay
 from rolloutd.bench.virtual import LATENCY_SECONDS, LOAD_PERIOD_SECONDS, Simulation
 from rolloutd.bench.virtual_control import ControlTiming
 from rolloutd.bench.virtual_core import Core
@@ -218,8 +218,7 @@ class Served:
         self._workload = workload
         self._on_progress = on_progress
         self._total = workload.rollouts
-        self._sessions = {session.session_id: session for session in workload.sessions}
-        self._contexts: dict[str, bytes] = {}  # session -> prompt of the turn that is out
+        self._sessions = SessionsUnderWay(workload.sessions)
         self._group_sizes: dict[str, int] = {}
         for item in workload.items:
             if item.group_id:
@@ -260,35 +259,24 @@ class Served:
         of.preemptions += result.preemptions
         self.left -= 1
         self._at(self._simulation.now, lambda: self._acknowledge(result.rollout_id, completed))
-        if result.session_id in self._sessions:
-            self._turn_over(self._sessions[result.session_id], result)
+        if result.session_id:
+            self._turn_over(result)
         if self._on_progress is not None:
             self._on_progress(self._total - self.left)
 
-    def _turn_over(self, session: Session, result: RolloutResult) -> None:
-        turn = result.turn + 1
-        if result.outcome is not Outcome.COMPLETED:
-            self.left -= len(session.turns) - turn  # the turns after it never come
-            turn = len(session.turns)
-        if turn >= len(session.turns):
-            self._contexts.pop(session.session_id, None)
-            self.record.session_ends[session.session_id] = self._elapsed()
-            return
-        following = session.turns[turn]
-        context = self._contexts[session.session_id] + result.token_bytes + following.new_bytes
-        self._contexts[session.session_id] = context
-        arrival = self._simulation.now + following.gap_seconds
-        item = turn_item(session, turn, context, arrival - self.started)
-        self._at(arrival, lambda: self._send([item]))
+    def _turn_over(self, result: RolloutResult) -> None:
+        following = None
+        if result.outcome is Outcome.COMPLETED:
+            following = self._sessions.after(result.session_id, result.turn, result.token_bytes, self._elapsed())
+        else:
+            self.left -= self._sessions.give_up(result.session_id, result.turn)
+        if following is None:
+            self.record.session_ends[result.session_id] = self._elapsed()
+        else:
+            self._at(self.started + following.arrival_seconds, lambda: self._send([following]))
 
     def _submit(self, arriving: Sequence[Item | Session]) -> None:
-        items = []
-        for one in arriving:
-            if isinstance(one, Session):
-                self._contexts[one.session_id] = one.turns[0].new_bytes
-                items.append(turn_item(one, 0, one.turns[0].new_bytes, one.arrival_seconds))
-            else:
-                items.append(one)
+        items = [self._sessions.first(one) if isinstance(one, Session) else one for one in arriving]
         self._send(items)
 
     def _send(self, items: Sequence[Item]) -> None:

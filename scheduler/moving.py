@@ -72,9 +72,7 @@ def _movable(world: World, run: Run, engine: Engine) -> list[Attempt]:
             continue
         if rollout.moved >= settings.max_per_rollout or world.now - attempt.dispatched_at < settings.min_run_seconds:
             continue
-        written = rollout.kept_tokens + attempt.generated_tokens
-        whole = run.lengths.expected(rollout.prompt_hash, rollout.kind, rollout.max_new_tokens, written)
-        if whole - written >= LEAST_LEFT_TOKENS:
+        if attempt.expected_left_tokens() >= LEAST_LEFT_TOKENS:
             found.append(attempt)
     found.sort(key=lambda one: (one.generated_tokens + len(one.token_bytes), one.attempt_id))
     return found

@@ -23,7 +23,7 @@ from rolloutd.scheduler.scoring import Facts, Weights, static_key
 from rolloutd.scheduler.states import Gate, Origin, RolloutClass
 from rolloutd.scheduler.timers import TimerKind
 from rolloutd.scheduler.versions import ANYTHING
-from rolloutd.scheduler.world import World
+from rolloutd.scheduler.world import World, label_key
 
 HITS_FRESH_SECONDS = 1.0  # an entry's prefix hits are looked up again after this
 REKEY_FACTOR = 1.1  # an expected length that moved by less since it was keyed does not change an entry's place
@@ -83,7 +83,7 @@ def _key_of(rollout: Rollout, continued: bool) -> EntryKey:
         rollout.prompt_hash,
         group_id,
         rollout.rollout_id if continued or not group_id else "",
-        tuple(sorted(spec.engine_labels.items())) if spec.engine_labels else (),
+        label_key(spec.engine_labels),
         rollout.requirement,
     )
 
@@ -341,22 +341,11 @@ def expect(entry: Entry) -> None:
 
 def entry_facts(world: World, entry: Entry) -> Facts:
     """The entry side of the score's facts, as of now."""
-    facts = turn_facts(world, entry.run, entry.rollout_class, entry.pool)
-    fill_facts(world, entry, facts)
-    return facts
-
-
-def turn_facts(world: World, run: Run, rollout_class: RolloutClass, pool: str) -> Facts:
-    """Facts with what is the same for all entries of one class and pool; `fill_facts` adds those of one entry."""
-    facts = Facts()
-    facts.rollout_class = rollout_class
-    facts.aging_seconds = world.config.queue.aging_seconds
-    facts.token_seconds = pool_token_seconds(world, run, pool)
-    return facts
-
-
-def fill_facts(world: World, entry: Entry, facts: Facts) -> None:
     run = entry.run
+    facts = Facts()
+    facts.rollout_class = entry.rollout_class
+    facts.aging_seconds = world.config.queue.aging_seconds
+    facts.token_seconds = pool_token_seconds(world, run, entry.pool)
     facts.prompt_tokens = entry.prompt_tokens
     facts.expected_tokens = entry.expected_tokens
     facts.worst_tokens = entry.worst_tokens
@@ -366,6 +355,7 @@ def fill_facts(world: World, entry: Entry, facts: Facts) -> None:
     step = entry.members[0].needed_by_step
     facts.steps_away = None if step is None else step - run.step
     facts.stratum_share, facts.target_share = run.mix.shares(entry.stratum)
+    return facts
 
 
 def pool_token_seconds(world: World, run: Run, pool: str) -> float:

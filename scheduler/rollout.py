@@ -117,6 +117,13 @@ class Attempt:
         self.slice_end_tokens = 0  # its time slice is over when it has written so many, see `time_slice`
         self.slice_tokens = 0  # it ends after so many tokens although more are wanted; 0: it does not
 
+    def expected_left_tokens(self) -> float:
+        """What its rollout is expected to write still; negative for one that is longer than was expected."""
+        rollout = self.rollout
+        written = rollout.kept_tokens + self.generated_tokens
+        whole = self.run.lengths.expected(rollout.prompt_hash, rollout.kind, rollout.max_new_tokens, written)
+        return whole - written
+
 
 class Rollout:
     __slots__ = (

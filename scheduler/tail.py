@@ -150,9 +150,7 @@ def _look(world: World, run: Run) -> Tail:
             else:
                 continue
             count += 1
-            written = rollout.kept_tokens + attempt.generated_tokens
-            whole = run.lengths.expected(rollout.prompt_hash, rollout.kind, rollout.max_new_tokens, written)
-            step.note(engine.engine_id, max(whole - written, LEAST_LEFT_TOKENS))
+            step.note(engine.engine_id, max(attempt.expected_left_tokens(), LEAST_LEFT_TOKENS))
         if count:
             tail.counts[engine.engine_id] = count
     return tail

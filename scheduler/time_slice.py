@@ -10,7 +10,7 @@ In the end all those that may be the longest have got about equally far, and non
 
 Invariants
 - Only where every slot that the waiting one could have is taken, and only for work of the same run, pool and class.
-- Nobody is interrupted whose tokens would be lost: text prompts, `on_preempt` other than RESUME, output that depends on state.
+- Nobody is interrupted whose tokens would be lost: text prompts, `on_preempt` other than KEEP_PARTIAL, output that depends on state.
 - Never while a version is being published. A version published under DRAIN must not find rollouts half written: the first one
   that does starts them again, and ends time slices for that lineage.
 
@@ -109,10 +109,9 @@ def begin_publication(world: World, lineage: Lineage, run: Run, mode: UpdateMode
     """A version is about to be published: under DRAIN what slices left half written starts again, and nothing is divided any more."""
     if mode is not UpdateMode.DRAIN:
         return
-    for rollout in list(run.rollouts.values()):
-        if rollout.spec.pool != lineage.pool or not rollout.pieces or rollout.history[-1].end != SLICE_END:
-            continue
-        if rollout.state is RolloutState.QUEUED:
+    for entry in list(run.entries.values()):
+        rollout = entry.members[0]  # one that was interrupted waits alone
+        if entry.resumed and entry.pool == lineage.pool and rollout.history[-1].end == SLICE_END:
             lineage.undivided = True
             lifecycle.restart(world, rollout, "a version is published, and running work was to end before it")
     for attempt in world.aborting.values():

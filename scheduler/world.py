@@ -49,6 +49,11 @@ def largest(limits: Iterable[int]) -> int:
     return max(known) if known and all(known) else 0
 
 
+def label_key(labels: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """The labels that a rollout wants of an engine, as part of a key."""
+    return tuple(sorted(labels.items())) if labels else ()
+
+
 class PoolLimits:
     """What some engines take at most. 0: no limit, or one of them has none or does not say.
 
@@ -250,7 +255,7 @@ class World:
             self._pools.clear()
             self._limits.clear()
             self._pools_mark = self.fleet_mark
-        key = (run.run_id, pool, tuple(sorted(labels.items())) if labels else ())
+        key = (run.run_id, pool, label_key(labels))
         found = self._pools.get(key)
         if found is None:
             if len(self._pools) >= MOST_POOLS:
@@ -278,7 +283,7 @@ class World:
     def pool_limits(self, run: Run, pool: str, labels: Mapping[str, str]) -> PoolLimits:
         """Of `pool_engines`; looked up again with them."""
         engines = self.pool_engines(run, pool, labels)
-        key = (run.run_id, pool, tuple(sorted(labels.items())) if labels else ())
+        key = (run.run_id, pool, label_key(labels))
         limits = self._limits.get(key)
         if limits is None:
             limits = self._limits[key] = PoolLimits(engines)

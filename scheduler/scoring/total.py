@@ -1,8 +1,8 @@
 """The weighted score spelled out: what the hot path of `choosing` adds up, with the terms of `TERMS` inlined.
 
 Invariants
-- `entry_score` + `engine_score` is the sum of all `TERMS` under their weights; `EntryTerms` and `EngineTerms` give the same
-  from plain numbers, without filling `Facts`. A test compares them.
+- `entry_score` + `engine_score` is the sum of all `TERMS` under their weights; `EntryTerms` and `engine_total` give the
+  same from plain numbers, without filling `Facts`. A test compares them.
 
 What this module does not know: entries and engines.
 """

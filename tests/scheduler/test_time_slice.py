@@ -25,6 +25,16 @@ def full(slots: int = 2, time_slice_tokens: int = SLICE, enabled: bool = True, *
     return bench
 
 
+def half_written() -> Bench:
+    """a0 has given way to b at the end of its slice, and waits; a1 and b run."""
+    bench = full()
+    bench.submit(spec("b", max_new_tokens=MOST))
+    bench.write("a0", SLICE)
+    bench.stopped("a0", SLICE)
+    bench.tick()
+    return bench
+
+
 def slices(bench: Bench) -> int:
     return sum(isinstance(one, Abort) and one.reason is AbortReason.SLICE for one in bench.said)
 
@@ -108,11 +118,7 @@ def test_who_would_lose_by_it_does_not_give_way(fields: dict[str, Any]) -> None:
 
 def test_a_version_under_drain_never_meets_half_of_a_rollout_again() -> None:
     """What was to end before the version starts again, once; after that nothing of this run is divided any more."""
-    bench = full()
-    bench.submit(spec("b", max_new_tokens=MOST))
-    bench.write("a0", SLICE)
-    bench.stopped("a0", SLICE)
-    bench.tick()
+    bench = half_written()
     bench.publish(1, mode=UpdateMode.DRAIN)
     for rollout_id in ("a1", "b"):
         bench.finish(rollout_id)
@@ -141,11 +147,7 @@ def test_who_was_just_giving_way_when_a_version_under_drain_came_starts_again_to
 
 
 def test_other_modes_write_on_behind_what_was_written() -> None:
-    bench = full()
-    bench.submit(spec("b", max_new_tokens=MOST))
-    bench.write("a0", SLICE)
-    bench.stopped("a0", SLICE)
-    bench.tick()
+    bench = half_written()
     bench.published(1, mode=UpdateMode.RETRACT, cache=CacheHandling.FLUSH)
     bench.finish("b")
     (again,) = bench.tick()
