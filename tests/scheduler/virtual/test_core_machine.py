@@ -339,15 +339,19 @@ class CoreMachine(RuleBasedStateMachine):
             self._publish_all()
             for one in list(bench.live.values()):
                 bench.finish(one.rollout_id, one.max_new_tokens)
+            self._take_all()  # what is not taken keeps others from being let in
             at_rest = bench.its_run().lineage("policy").active is None
             if at_rest and all(bench.state(name) is RolloutState.FINISHED for name in self._rollouts()):
                 break
-        for consumer in (CONSUMER, OTHER):
-            bench.acknowledge(*sorted(bench.ended), consumer=consumer)
+        self._take_all()
         assert not self._rollouts(), f"never ended: {[bench.view(name) for name in self._rollouts()]}"
         bench.quiet()
         assert not bench.controls and bench.its_run().lineage("policy").active is None, "a publication never ended"
         assert all(bench.outcome(name) is not Outcome.INTERNAL for name in bench.ended)
+
+    def _take_all(self) -> None:
+        for consumer in (CONSUMER, OTHER):
+            self.bench.acknowledge(*sorted(self.bench.ended), consumer=consumer)
 
     def _publish_all(self) -> None:
         """What is out succeeds, what is being pushed fails, and engines that do not hold the newest version get it."""
