@@ -472,7 +472,12 @@ class Bench:
             case Refuse():
                 self.refusals.append(action.error)
             case Deliver(event=Finished(result=result)):
-                known = self._ended.setdefault(result.rollout_id, result)
-                assert known is result, f"{result.rollout_id} ended twice: {known.outcome} and {result.outcome}"
+                known = self._ended.get(result.rollout_id, result)
+                # The one thing that may happen to a result which nobody took: it becomes too old.
+                stale_since = known.complete and not known.stale and result.stale
+                assert known is result or stale_since, (
+                    f"{result.rollout_id} ended twice: {known.outcome} and {result.outcome}"
+                )
+                self._ended[result.rollout_id] = result
             case _:
                 pass
