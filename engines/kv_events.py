@@ -14,6 +14,7 @@ What this module does not know: engines, indexes, who wants to know.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ RECONNECT_MOST_MILLISECONDS: Final = 5_000
 REPLAY_SILENCE_SECONDS: Final = 3.0
 _NUMBER_BYTES: Final = 8
 _END: Final = -1  # sequence number of the replay's last message
+_MONITORS: Final = itertools.count()
 
 
 class KvEventsUnreadable(Exception):
@@ -84,7 +86,8 @@ class KvEvents:
             socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MILLISECONDS)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MOST_MILLISECONDS)
             socket.setsockopt(zmq.SUBSCRIBE, self._address.topic.encode())
-            events = f"inproc://kv-events-{id(self):x}"
+            # libzmq frees the name of a closed monitor some time later, so that no two subscriptions may share one.
+            events = f"inproc://kv-events-{next(_MONITORS)}"
             socket.monitor(events, zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
             monitor.connect(events)
             _connect(socket, self._address.endpoint)

@@ -78,14 +78,25 @@ async def load_shows(
 
 
 class Running:
-    """An attempt in the background that can be waited for at its first token."""
+    """An attempt in the background that can be waited for at its first token, and at later ones."""
 
     def __init__(self, engine: Engine, request: AttemptRequest) -> None:
         self.id = request.attempt_id
         self.first_token = asyncio.Event()
+        self.moved = asyncio.Event()
+        self.generated_tokens = 0
         self.cached_tokens = -1
         self.task = asyncio.create_task(engine.generate(request, self._progress))
 
     def _progress(self, progress: Progress) -> None:
         self.cached_tokens = progress.cached_tokens
+        self.generated_tokens = progress.generated_tokens
         self.first_token.set()
+        self.moved.set()
+
+    async def writes(self, tokens: int) -> None:
+        """Until so many more tokens are here than now."""
+        wanted = self.generated_tokens + tokens
+        while self.generated_tokens < wanted:
+            self.moved.clear()
+            await self.moved.wait()

@@ -271,6 +271,14 @@ async def test_what_cannot_be_read_ends_the_subscription_with_words() -> None:
         await KvEvents(KvEventsAddress("nowhere:1"), Heard().batch).run()
 
 
+async def test_a_subscription_can_follow_another_at_once() -> None:
+    # A name of a monitor stays taken for a moment after its socket was closed.
+    following = KvEvents(KvEventsAddress("nowhere:1"), Heard().batch)
+    for _ in range(50):
+        with pytest.raises(KvEventsUnreadable, match="nowhere"):
+            await following.run()
+
+
 # ---- the wire
 
 
