@@ -17,7 +17,7 @@ hypothesis.settings.register_profile("default", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("thorough", deadline=None, print_blob=True, max_examples=5_000)
 hypothesis.settings.load_profile("default")
 
-# `make test-compiled` says "compiled": the tests then refuse to run on anything else, and fewer random schedules will do.
+# `make test` says "compiled" where it could compile the core: the tests then refuse to run on anything else.
 TEST_CORE = "ROLLOUTD_TEST_CORE"
 collect_ignore = [] if os.environ.get(TEST_CORE) == "compiled" else ["test_compiled.py"]
 
@@ -33,7 +33,7 @@ def pytest_configure() -> None:
     if wanted not in ("", "compiled"):
         raise pytest.UsageError(f"{TEST_CORE}={wanted}: must be compiled, or not set")
     if wanted and not core_is_compiled():
-        raise pytest.UsageError(f"{TEST_CORE}=compiled, but the core on the path is plain Python: make test-compiled")
+        raise pytest.UsageError(f"{TEST_CORE}=compiled, but the core on the path is plain Python: see `make test`")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

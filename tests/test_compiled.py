@@ -1,4 +1,4 @@
-"""The compiled core is the one of these sources, whole, and does what they do. Collected by `make test-compiled` only."""
+"""The compiled core is the one of these sources, whole, and does what they do. Collected where `make test` could compile one."""
 
 from __future__ import annotations
 

@@ -44,6 +44,7 @@ from rolloutd.scheduler.states import (
     TrainerState,
     UpdateMode,
 )
+from rolloutd.server.core_build import core_is_compiled
 from tests.scheduler.kit import CONSUMER, RUN, Bench, config, engine, prompt, spec
 
 OTHER = "rank-1"
@@ -367,4 +368,4 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 TestCore = CoreMachine.TestCase
-TestCore.settings = settings(max_examples=600, stateful_step_count=50, deadline=None)
+TestCore.settings = settings(max_examples=600 if core_is_compiled() else 200, stateful_step_count=50, deadline=None)
