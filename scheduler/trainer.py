@@ -11,7 +11,16 @@ from __future__ import annotations
 
 import math
 
-from rolloutd.scheduler import budgeting, colocation, letting_in, lifecycle, publishing, queueing, version_change
+from rolloutd.scheduler import (
+    budgeting,
+    colocation,
+    letting_in,
+    lifecycle,
+    publishing,
+    queueing,
+    reordering,
+    version_change,
+)
 from rolloutd.scheduler.mix import Mix
 from rolloutd.scheduler.refusal import Refusal, invalid
 from rolloutd.scheduler.rollout import Rollout
@@ -32,9 +41,7 @@ def configure(world: World, run: Run, settings: RunSettings) -> Refusal | None:
     mix = Mix(settings.target_mix, world.config.queue.max_strata)
     mix.dispatched, mix.consumed = run.mix.dispatched, run.mix.consumed
     run.mix = mix
-    for entry in list(run.entries.values()):  # weights may have changed, and with them every key
-        if not entry.held:
-            queueing.order(world, entry)
+    reordering.begin(world, run)  # weights may have changed, and with them every key
     for entry in waiting:
         queueing.wake(world, entry)
     colocation.follow(world, run)

@@ -13,7 +13,7 @@ from rolloutd.scheduler.events import ConfigureRun, EndRun, Reconfigure, Tick
 from rolloutd.scheduler.queueing import weights_of
 from rolloutd.scheduler.reordering import SLICE_ENTRIES
 from rolloutd.scheduler.rules.rule import Effects, Rule
-from rolloutd.scheduler.spec import Budget, Quota, RunSettings
+from rolloutd.scheduler.spec import Budget, Quota, RunSettings, Weights
 from rolloutd.scheduler.states import AbortReason, Gate, OnPreempt, RolloutState, TrainerState
 from rolloutd.scheduler.views import DecisionKind
 from tests.scheduler.kit import BACKGROUND, CRITICAL, REUSABLE, RUN, Bench, config, engine, spec, specs
@@ -241,6 +241,19 @@ def test_a_long_queue_is_put_in_order_a_slice_at_a_time() -> None:
     bench.cancel(*(f"q{number}" for number in range(3 * SLICE_ENTRIES)))
     period(bench, 0.9)
     assert not bench.core._world.reordering
+
+
+def test_other_settings_of_a_run_put_its_queue_in_order_a_slice_at_a_time() -> None:
+    bench = Bench(engine(slots=1))
+    bench.run(spec("runs"))
+    bench.submit(*specs("q", 3 * SLICE_ENTRIES))
+    bench.tick()
+    before = {entry: entry.static_key for entry in bench.its_run().entries.values()}
+    bench.configure(weights=Weights(critical=0.0))
+    assert all(entry.static_key == key for entry, key in before.items())
+    for changed in (SLICE_ENTRIES, 2 * SLICE_ENTRIES, 3 * SLICE_ENTRIES):
+        bench.do(Tick())
+        assert sum(entry.static_key != key for entry, key in before.items()) == changed
 
 
 def test_desired_engines_are_scaled() -> None:
