@@ -22,12 +22,13 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
+from rolloutd.bench import over_launch
 from rolloutd.bench.arms import ARMS
 from rolloutd.bench.figures import Figures, Limit, figures
 from rolloutd.bench.mooncake import TraceError, read_mooncake
 from rolloutd.bench.quality_report import json_line, print_table
-from rolloutd.bench.scenarios import Q1, SCENARIOS
-from rolloutd.bench.simulated import Epochs
+from rolloutd.bench.scenarios import Q1, SCENARIOS, Scenario
+from rolloutd.bench.simulated import RUN_ID, Epochs
 from rolloutd.bench.simulated_pool import Pool, add_pool_arguments, pool_of
 from rolloutd.bench.training_loop import LOOPS, STEPS, TrainingLoop, loop_figures
 from rolloutd.bench.virtual_core import Core
@@ -35,6 +36,7 @@ from rolloutd.bench.workload import Limits, Workload
 from rolloutd.engines.sim.config import MachineConfig
 from rolloutd.scheduler.config import SchedulerConfig
 from rolloutd.scheduler.machine import Scheduler
+from rolloutd.scheduler.views import RunView
 from rolloutd.server.config import load_config
 from rolloutd.server.config_keys import ConfigError
 
@@ -68,6 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = _plan(options)
         arms = _arms(options.arm)
         seeds = _seeds(options)
+        if options.over_launch is not None:
+            return _over_launch(plan, arms, seeds, options)
         with progress(not options.json) as note:
             lines = [line for seed in seeds for arm in arms for line in simulate(plan, arm, seed, note)]
     except (ConfigError, TraceError, OSError, ValueError) as error:
@@ -102,6 +106,38 @@ def simulate(plan: Plan, arm: str, seed: int, note: Note | None = None) -> Itera
             None if note is None else lambda back, of=doing, all=total: note(of, back, all),  # type: ignore[misc]
         )
         yield figures(arm, replace(workload, name=plan.name), seed, epoch, record, limit, machines)
+
+
+def _over_launch(plan: Plan, arms: Sequence[str], seeds: Sequence[int], options: argparse.Namespace) -> int:
+    """Exact groups and larger ones of which as many are kept, seed by seed."""
+    factor = options.over_launch
+    scenario = SCENARIOS.get(options.workload)
+    if not 1.0 < factor <= over_launch.MOST_FACTOR:
+        raise ConfigError(f"--over-launch: {factor:g} must be above 1 and at most {over_launch.MOST_FACTOR:g}")
+    if scenario is None:
+        raise ConfigError(f"--over-launch: needs a workload with groups, one of {', '.join(SCENARIOS)}")
+    if list(arms) != [PRODUCT]:
+        raise ConfigError(f"--over-launch: the arms keep all that they launch; leave --arm out or give {PRODUCT}")
+    lines = [line for seed in seeds for line in _both_ways(plan, scenario, seed, factor)]
+    if not options.json:
+        over_launch.print_over_launch(lines, sys.stdout)
+    for line in lines:
+        print(over_launch.json_line(line))
+    return 0
+
+
+def _both_ways(plan: Plan, scenario: Scenario, seed: int, factor: float) -> list[over_launch.OverLaunchFigures]:
+    exact, more = (Scheduler(_roomy(plan), random.Random(seed), 0.0) for _ in range(2))
+    exact_epochs, more_epochs = Epochs(exact, plan.pool.machines), Epochs(more, plan.pool.machines)
+
+    def draw(epoch: int) -> tuple[Workload, Workload]:
+        workload = plan.draw(seed, epoch)
+        return workload, over_launch.launch_more(workload, scenario.traffic, seed, epoch, factor)
+
+    def run_view() -> RunView | None:
+        return more.run_view(RUN_ID, more_epochs.simulation.now)
+
+    return over_launch.compare(seed, plan.epochs, factor, exact_epochs, more_epochs, draw, run_view)
 
 
 def _roomy(plan: Plan) -> SchedulerConfig:
@@ -185,6 +221,13 @@ def _parser() -> argparse.ArgumentParser:
         "--warm",
         action="store_true",
         help="then a second epoch of the same prompts after a policy version: only what was learnt of lengths carries over",
+    )
+    parser.add_argument(
+        "--over-launch",
+        type=float,
+        metavar="FACTOR",
+        help="launch so many times as many samples per prompt (such as 1.25) and keep the first to complete: what that gains, and "
+        "which lengths it favours",
     )
     parser.add_argument("--scale", type=int, default=1, metavar="N", help="times as many prompts (1)")
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"of a training loop ({STEPS})")

@@ -52,8 +52,8 @@ class EpochRecord:
     """What came of one epoch. Times are simulated seconds since its start, but for `handle_seconds` (CPU).
 
     prefill_seconds: that engines spent computing prompts, over all engines. session_ends: session id -> when its last turn was
-    back. failed: rollouts that ended in anything but COMPLETED. dispatches: attempts started. handle_seconds: inside the
-    scheduler, over `events` calls, less what reading the clock costs.
+    back. failed: rollouts that ended in anything but COMPLETED or SURPLUS. surplus: SURPLUS ones -> tokens that they had written.
+    dispatches: attempts started. handle_seconds: inside the scheduler, over `events` calls, less what reading the clock costs.
     """
 
     records: dict[str, RolloutRecord] = field(default_factory=dict)
@@ -61,6 +61,7 @@ class EpochRecord:
     session_ends: dict[str, float] = field(default_factory=dict)
     prefill_seconds: float = 0.0
     failed: dict[str, Outcome] = field(default_factory=dict)
+    surplus: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     dispatches: int = 0
     preemptions: int = 0
@@ -252,6 +253,8 @@ class Served:
             record.delivered_seconds = self._elapsed()
             record.prompt_tokens = result.prompt_tokens
             record.cached_tokens = result.cached_tokens
+        elif result.outcome is Outcome.SURPLUS:
+            of.surplus[result.rollout_id] = result.generated_tokens
         else:
             of.failed[result.rollout_id] = result.outcome
         for span in result.spans:
@@ -310,6 +313,7 @@ def spec_of(item: Item, group_size: int) -> RolloutSpec:
         task_type=TaskType[item.task_type.name],
         group_id=item.group_id,
         group_size=group_size,
+        group_keep=item.group_keep,
         session_id=item.session_id,
         turn=item.turn,
         stratum=item.stratum,

@@ -59,7 +59,8 @@ class Item:
     prompt_bytes: token ids, uint32 little-endian. group_id, session_id: empty for none; `turn` counts from 0.
     sample: position in the group. output_tokens: hidden from the scheduler, at most `max_new_tokens`.
     sampling_seed: below 2^31. arrival_seconds: after the start of the workload.
-    needed_by_step: the training step that waits for it, None when none does.
+    needed_by_step: the training step that waits for it, None when none does. group_keep: members of its group that the trainer
+    takes, the first to complete; 0: all.
     """
 
     rollout_id: str
@@ -76,6 +77,7 @@ class Item:
     session_id: str = ""
     turn: int = 0
     needed_by_step: int | None = None
+    group_keep: int = 0
 
     @property
     def kind(self) -> Kind:

@@ -176,14 +176,21 @@ class GroupFinished:
     complete: bool
     rollout_ids: tuple[str, ...]
     failed_rollout_ids: tuple[str, ...]
+    surplus_rollout_ids: tuple[str, ...]
 
     def __init__(
-        self, group_id: str, complete: bool, rollout_ids: tuple[str, ...], failed_rollout_ids: tuple[str, ...]
+        self,
+        group_id: str,
+        complete: bool,
+        rollout_ids: tuple[str, ...],
+        failed_rollout_ids: tuple[str, ...],
+        surplus_rollout_ids: tuple[str, ...] = (),
     ) -> None:
         self.group_id = group_id
         self.complete = complete
         self.rollout_ids = rollout_ids
         self.failed_rollout_ids = failed_rollout_ids
+        self.surplus_rollout_ids = surplus_rollout_ids
 
 
 class NoticeKind(enum.IntEnum):

@@ -27,9 +27,8 @@ from rolloutd.scheduler.world import World
 
 RETRY_AFTER_SECONDS = 5.0
 QUIET_GROWTH = 1.25  # in place of `lengths.GROWTH` where no sibling waits: what it writes says little about others
-CALLERS_WORD = frozenset(
-    {AbortReason.CANCEL, AbortReason.RUN_ENDED, AbortReason.DEADLINE}
-)  # stands, whatever came back
+# Stands, whatever came back. Also of a group that has enough: it keeps exactly as many as its caller said.
+CALLERS_WORD = frozenset({AbortReason.CANCEL, AbortReason.RUN_ENDED, AbortReason.DEADLINE, AbortReason.SURPLUS})
 
 
 def progress(world: World, event: AttemptProgress) -> None:
@@ -301,6 +300,8 @@ def _interrupted(world: World, rollout: Rollout, attempt: Attempt, reason: Abort
         lifecycle.finish(world, rollout, Outcome.SHUTDOWN)
     elif reason is AbortReason.DEADLINE:
         lifecycle.finish(world, rollout, Outcome.DEADLINE_EXCEEDED)
+    elif reason is AbortReason.SURPLUS:
+        lifecycle.finish(world, rollout, Outcome.SURPLUS)
     elif reason is AbortReason.NO_PROGRESS:
         attempt.engine.note_fault(world.now, "no progress", world.config.executor)
         rollout.excluded |= {attempt.engine.engine_id}

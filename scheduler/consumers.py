@@ -119,7 +119,7 @@ def refresh(run: Run, rollout: Rollout) -> None:
     group = rollout.group
     if group is None or result.complete:
         return
-    group.failed.append(rollout.rollout_id)
+    group.note_stale(rollout.rollout_id)
     teller = run.consumers.get(group.consumer_id)
     cursor = teller.by_group.get(group.group_id) if teller is not None else None
     told = teller.kept[cursor].event if teller is not None and cursor is not None else None

@@ -123,6 +123,8 @@ def _check_fields(spec: RolloutSpec) -> Refusal | None:
             return invalid(name, f"is {value}; must be a finite number of seconds, 0 for none")
     if spec.group_size and spec.group_size < spec.samples:
         return invalid("group_size", f"is {spec.group_size}, smaller than samples ({spec.samples})")
+    if spec.group_keep and not spec.group_id and spec.samples <= 1:
+        return invalid("group_keep", f"is {spec.group_keep}, but there is no group: give group_id, or samples above 1")
     if spec.parent_rollout_id == spec.rollout_id:
         return invalid("parent_rollout_id", "names the rollout itself")
     return versions.check_fields(spec)
@@ -255,8 +257,15 @@ def _too_small(needed: int, problem: str) -> Refusal:
 
 
 def _check_group(run: Run, spec: RolloutSpec) -> Refusal | None:
-    """Two submissions of a group that both say its size say the same."""
+    """Two submissions of a group that both say its size say the same, and what it keeps is said when it is opened."""
     group = run.groups.get(spec.group_id)
+    announced = spec.group_size or spec.samples
+    if group is None and spec.group_keep > announced:
+        return invalid("group_keep", f"is {spec.group_keep}, more than the group has members ({announced})")
+    if group is not None and spec.group_keep not in (0, group.keep):
+        opened = group.keep or "none"
+        problem = f"is {spec.group_keep}, but group {spec.group_id!r} was opened with {opened}; give the same or 0"
+        return invalid("group_keep", problem)
     if group is None or not group.stated_size or spec.group_size in (0, group.stated_size):
         return None
     problem = (
@@ -316,6 +325,8 @@ def _accept(world: World, run: Run, consumer: Consumer, spec: RolloutSpec, ids: 
     if parent is not None and parent.result is not None and parent.result.outcome is Outcome.CANCELLED:
         for rollout in accepted:  # the subtree was cancelled before this leaf arrived
             lifecycle.cancel(world, rollout)
+    if group is not None and group.has_enough:
+        lifecycle.end_surplus(world, run, group)
 
 
 def _group_of(run: Run, consumer: Consumer, spec: RolloutSpec) -> Group | None:
@@ -324,7 +335,7 @@ def _group_of(run: Run, consumer: Consumer, spec: RolloutSpec) -> Group | None:
         return None
     group = run.groups.get(group_id)
     if group is None:
-        group = Group(group_id, spec.group_size or spec.samples, consumer.consumer_id)
+        group = Group(group_id, spec.group_size or spec.samples, consumer.consumer_id, spec.group_keep)
         run.groups[group_id] = group
         run.idle_groups[group_id] = None
     else:

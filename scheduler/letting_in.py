@@ -32,7 +32,12 @@ def configure(world: World, run: Run, settings: RunSettings) -> list[Entry]:
 def ended(world: World, rollout: Rollout) -> None:
     """A rollout ended: one without a result to train on is not on its way any more."""
     result = rollout.result
-    if result is not None and not result.complete:
+    if result is None or result.complete:
+        return
+    group = rollout.group
+    if group is not None and group.spare > 0:
+        rollout.in_window = False  # what its group keeps may still come: nothing was reserved for this one
+    else:
         consumed(world, rollout)
 
 
@@ -61,11 +66,14 @@ def restarted(world: World, run: Run) -> None:
     window.open_to.clear()
     window.outstanding = 0
     for rollout in run.rollouts.values():
-        key, _ = key_of(rollout)
+        key, samples = key_of(rollout)
         if rollout.result is None and key in let_in_before and rollout.in_window:
-            window.left[key] = window.left.get(key, 0) + 1
-            window.open_to[key] = window.left[key]
-            window.outstanding += 1
+            group = rollout.group
+            most = samples if group is None or not group.keep else group.keep - group.completed
+            if window.left.get(key, 0) < most:
+                window.left[key] = window.left.get(key, 0) + 1
+                window.open_to[key] = window.left[key]
+                window.outstanding += 1
         elif rollout.result is not None:
             rollout.in_window = False
     let_in(world, run)

@@ -4,6 +4,7 @@ Invariants
 - `finish` is the only way to end: it releases, counts, keeps the result and tells the group, once; the second caller finds it
   done and changes nothing (property P1).
 - A rollout with a live attempt is never finished directly: the attempt is aborted first and its end finishes the rollout.
+- A group that has what it keeps gets no more: what ends whole in the same moment is surplus too.
 
 What this module does not know: placement, engines' replies.
 """
@@ -17,6 +18,7 @@ import numpy as np
 from rolloutd.scheduler import letting_in, queueing, turns, versions
 from rolloutd.scheduler.actions import Abort, Finished, GroupFinished
 from rolloutd.scheduler.group import Group
+from rolloutd.scheduler.over_launch import Fate
 from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.result import AttemptRecord, Piece, RolloutResult, Span
 from rolloutd.scheduler.rollout import Attempt, Rollout
@@ -182,6 +184,21 @@ def cancel_subtree(world: World, run: Run, root: str, outcome: Outcome = Outcome
     return count
 
 
+def end_surplus(world: World, run: Run, group: Group) -> None:
+    """A group has as many complete members as it keeps: the others end, with the tokens that they have.
+
+    What is below them in a tree search goes on: nobody said that it is not wanted.
+    """
+    for rollout_id in group.members:
+        rollout = run.rollouts.get(rollout_id)
+        if rollout is None or rollout.state is RolloutState.FINISHED:
+            continue
+        if rollout.attempt is None:
+            finish(world, rollout, Outcome.SURPLUS)
+        else:
+            abort(world, rollout, AbortReason.SURPLUS, f"{group.keep} of its group are complete")
+
+
 def change_class(world: World, rollout: Rollout, rollout_class: RolloutClass, why: str) -> None:
     """Move a rollout to another class, queued or running."""
     if rollout.state is RolloutState.FINISHED or rollout.rollout_class is rollout_class:
@@ -285,6 +302,9 @@ def finish(world: World, rollout: Rollout, outcome: Outcome, error: Refusal | No
         rollout.queued_seconds += world.now - rollout.queued_at
         run.lengths.note_stopped(rollout.prompt_hash, rollout.kind, rollout.rollout_id)
     lineage = run.lineage(rollout.spec.pool)
+    group = rollout.group
+    if outcome is Outcome.COMPLETED and group is not None and group.has_enough:
+        outcome = Outcome.SURPLUS
     stale = outcome is Outcome.COMPLETED and versions.too_old(lineage, rollout)
     if stale:
         run.stale_results += 1
@@ -296,9 +316,10 @@ def finish(world: World, rollout: Rollout, outcome: Outcome, error: Refusal | No
     note_step(world, rollout)
     if error is None and outcome is not Outcome.COMPLETED:
         row = OUTCOMES[outcome]
-        error = Refusal(
-            row.code, outcome.name, f"rollout {rollout.rollout_id!r}: {outcome.name.lower().replace('_', ' ')}"
-        )
+        said = outcome.name.lower().replace("_", " ")
+        if outcome is Outcome.SURPLUS and group is not None:
+            said = f"{group.keep} of group {group.group_id!r} are complete, which is all that it keeps"
+        error = Refusal(row.code, outcome.name, f"rollout {rollout.rollout_id!r}: {said}")
     result = _result(rollout, outcome, error, world.now, lineage.version, stale)
     rollout.result = result.without_tokens() if outcome is Outcome.STALE else result
     letting_in.ended(world, rollout)
@@ -309,6 +330,8 @@ def finish(world: World, rollout: Rollout, outcome: Outcome, error: Refusal | No
         _learn(run, rollout, rollout.result)
     _keep(world, run, rollout, rollout.result)
     world.dirty = True
+    if outcome is Outcome.COMPLETED and group is not None and group.has_enough:
+        end_surplus(world, run, group)
 
 
 def _keep(world: World, run: Run, rollout: Rollout, result: RolloutResult) -> None:
@@ -317,9 +340,16 @@ def _keep(world: World, run: Run, rollout: Rollout, result: RolloutResult) -> No
     consumer.unfinished -= 1
     _keep_event(world, run, rollout.consumer_id, Finished(result))
     group = rollout.group
-    if group is not None and group.note_finished(rollout.rollout_id, result.outcome is Outcome.COMPLETED):
+    if group is None:
+        return
+    if group.keep:
+        group.fates.append(_fate(run, rollout, result))
+    if group.note_finished(rollout.rollout_id, result.outcome):
         group.consumer_id = rollout.consumer_id
         _keep_event(world, run, rollout.consumer_id, group_event(group))
+        if group.keep:
+            run.over_launch.note_group(group.fates)
+            group.fates.clear()
 
 
 def _keep_event(world: World, run: Run, consumer_id: str, event: Finished | GroupFinished) -> None:
@@ -332,7 +362,19 @@ def _keep_event(world: World, run: Run, consumer_id: str, event: Finished | Grou
 
 
 def group_event(group: Group) -> GroupFinished:
-    return GroupFinished(group.group_id, not group.failed, tuple(group.members), tuple(group.failed))
+    return GroupFinished(
+        group.group_id, group.is_complete, tuple(group.members), tuple(group.failed), tuple(group.surplus)
+    )
+
+
+def _fate(run: Run, rollout: Rollout, result: RolloutResult) -> Fate:
+    """What may be said of its length, whether it was done or not."""
+    tokens = result.generated_tokens
+    whole = result.outcome is Outcome.COMPLETED or result.finish_reason == "stop" or rollout.is_whole
+    if whole:
+        return Fate(result.outcome, tokens, float(tokens), True)
+    expected = run.lengths.expected(rollout.prompt_hash, rollout.kind, rollout.max_new_tokens, tokens)
+    return Fate(result.outcome, tokens, expected, False)
 
 
 def _learn(run: Run, rollout: Rollout, result: RolloutResult) -> None:

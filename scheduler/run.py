@@ -23,6 +23,7 @@ from rolloutd.scheduler.lineage import Lineage
 from rolloutd.scheduler.meter import Meter
 from rolloutd.scheduler.mix import Mix
 from rolloutd.scheduler.outbox import Consumer
+from rolloutd.scheduler.over_launch import OverLaunch
 from rolloutd.scheduler.phase import PhaseState
 from rolloutd.scheduler.prompt import LastPrompt
 from rolloutd.scheduler.refusal import Refusal, invalid
@@ -76,6 +77,7 @@ class Run:
         "mix",
         "no_capacity_since",
         "no_capacity_told_at",
+        "over_launch",
         "paused",
         "phase",
         "preemptions",
@@ -136,6 +138,7 @@ class Run:
         self.sampled: dict[str, dict[str, None]] = {}  # id submitted with samples > 1 -> its members that are records
         self.unfinished = 0
         self.groups: dict[str, Group] = {}
+        self.over_launch = OverLaunch()
         self.idle_groups: dict[
             str, None
         ] = {}  # that may have no member left that is not acknowledged; looked at each second

@@ -71,6 +71,7 @@ def run_view(world: World, run: Run, now: float) -> RunView:
         samples_on_their_way=run.window.outstanding if run.window is not None else 0,
         samples_allowed=run.window.capacity if run.window is not None else None,
         stale_results=run.stale_results,
+        over_launch=run.over_launch.view(),
         rules=run.rules.views(),
         rule_decisions=tuple(run.rule_decisions),
     )
@@ -136,6 +137,9 @@ def group_view(group: Group) -> GroupView:
         finished=group.finished,
         failed=tuple(group.failed),
         done=group.notified,
+        keep=group.keep,
+        completed=group.completed,
+        surplus=tuple(group.surplus),
     )
 
 

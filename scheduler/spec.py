@@ -41,6 +41,7 @@ class RolloutSpec:
     pool: str = "policy"
     group_id: str = ""
     group_size: int = 0  # 0: `samples`
+    group_keep: int = 0  # complete members that are enough: the others end then; 0: all are wanted
     session_id: str = ""
     turn: int = 0
     parent_rollout_id: str = ""

@@ -11,6 +11,7 @@ Invariants
 - A group that alone exceeds the capacity is let in when nothing else is on its way.
 - Those that wait go by class, then by arrival, and nobody passes them: a large group would wait for ever behind small ones.
 - Whoever belongs to a group that was let in does not wait.
+- Of a group that keeps fewer than it is made of, what it keeps is reserved: the trainer never gets more.
 
 What this module does not know: engines and scores.
 """
@@ -131,4 +132,4 @@ def key_of(rollout: Rollout) -> tuple[str, int]:
     group = rollout.group
     if group is None:
         return f"/{rollout.rollout_id}", 1
-    return group.group_id, max(group.size, len(group.members))
+    return group.group_id, group.keep or max(group.size, len(group.members))

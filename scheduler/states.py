@@ -114,6 +114,7 @@ class Outcome(enum.IntEnum):
     VERSION_UNMET = 10  # no engine came to hold a policy version that it accepts
     VERSION_GONE = 11  # every engine has left the exact version that it asked for
     STALE = 12  # written by a policy that was too old when it was done; withheld
+    SURPLUS = 13  # its group had as many complete members as it keeps
 
 
 class OutcomeRow(NamedTuple):
@@ -138,6 +139,7 @@ OUTCOMES: dict[Outcome, OutcomeRow] = {
     Outcome.VERSION_UNMET: OutcomeRow(Code.UNAVAILABLE, "version_unmet", False),
     Outcome.VERSION_GONE: OutcomeRow(Code.FAILED_PRECONDITION, "version_gone", False),
     Outcome.STALE: OutcomeRow(Code.FAILED_PRECONDITION, "stale", False),
+    Outcome.SURPLUS: OutcomeRow(Code.CANCELLED, "surplus", False),
 }
 
 
@@ -165,6 +167,7 @@ class AbortReason(enum.IntEnum):
     PUBLISH = 8  # its engine gets other weights
     MEMORY = 9  # its engine's memory goes to the trainer
     SLICE = 10  # its time slice is over, and one that may take longer waits
+    SURPLUS = 11  # its group has as many complete members as it keeps
 
 
 class Gate(enum.IntEnum):

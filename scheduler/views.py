@@ -89,6 +89,21 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
+class OverLaunchView:
+    """Groups of a run that were launched with more members than they keep, over those that have ended."""
+
+    groups: int
+    launched: int  # members
+    kept: int  # of these, that completed
+    surplus: int  # that were ended because the group had enough; the rest failed
+    kept_tokens: int  # sum
+    surplus_tokens: int  # sum, as they were when they were ended: less than they would have written
+    longest_cut_groups: int  # in which a surplus member had written as much as the longest kept one: at least so many
+    # Of each fifth of the launched by length, shortest first: the share that was kept. Lengths of surplus members are expected ones.
+    kept_share_by_quintile: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class RunView:
     run_id: str
     paused: bool
@@ -124,6 +139,7 @@ class RunView:
     samples_on_their_way: int = 0  # reserved or generated and not consumed, where staleness bounds them
     samples_allowed: int | None = None  # None: not bounded
     stale_results: int = 0  # withheld or flagged
+    over_launch: OverLaunchView | None = None  # None: no such group has ended
     rules: tuple[RuleView, ...] = ()
     rule_decisions: tuple[Decision, ...] = ()  # the newest, oldest first
 
@@ -161,14 +177,17 @@ class RolloutView:
 
 @dataclass(frozen=True, slots=True)
 class GroupView:
-    """How far a group is: complete when all `size` members completed, partial once one of them failed."""
+    """How far a group is: complete when all `size` members (or `keep` of them) completed, partial once that cannot be any more."""
 
     group_id: str
     size: int
     members: tuple[str, ...]
     finished: int
-    failed: tuple[str, ...]  # ended otherwise than COMPLETED
+    failed: tuple[str, ...]  # ended otherwise than COMPLETED or SURPLUS
     done: bool  # every member ended; nothing more will come
+    keep: int = 0  # complete members that are enough; 0: all
+    completed: int = 0
+    surplus: tuple[str, ...] = ()  # ended because enough of them were complete
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ from rolloutd.scheduler.states import OUTCOMES, AbortReason, RolloutClass, TaskT
 from rolloutd.scheduler.views import RunView
 from rolloutd.server.kv_metrics import KvEventsMetrics
 from rolloutd.server.loop import RunLoop
+from rolloutd.server.over_launch_metrics import run_over_launch
 from rolloutd.server.reload import Reloader
 from rolloutd.server.rule_metrics import RuleMetrics
 from rolloutd.server.state import ServerState
@@ -270,6 +271,7 @@ class _Views(Collector):
                 family.add_metric([view.run_id], value(view))
             yield family
         yield from run_versions(named)
+        yield from run_over_launch(named)
         yield from self._trainer_time(named, now)
 
     def _trainer_time(self, named: list[RunView], now: float) -> Iterator[Metric]:

@@ -114,6 +114,7 @@ def to_event(
             group.complete = event.complete
             group.rollout_ids.extend(event.rollout_ids)
             group.failed_rollout_ids.extend(event.failed_rollout_ids)
+            group.surplus_rollout_ids.extend(event.surplus_rollout_ids)
         case actions.Accepted():
             accepted = message.accepted
             accepted.rollout_id = event.rollout_id

@@ -35,6 +35,8 @@ def to_group(run_id: str, view: GroupView, with_members: bool = True) -> Group:
         finished_rollouts=view.finished,
         failed_rollout_ids=view.failed,
         done=view.done,
+        keep=view.keep,
+        surplus_rollout_ids=view.surplus,
     )
 
 
@@ -86,9 +88,11 @@ def to_lineage(view: RolloutView, group: GroupView | None, unix_offset_seconds: 
 
 
 def _group_state(view: GroupView) -> GroupState.ValueType:
-    if view.failed:
+    spare = max(view.size, len(view.members)) - view.keep - len(view.surplus) if view.keep else 0
+    if len(view.failed) > spare:
         return GROUP_STATE_PARTIAL
-    return GROUP_STATE_COMPLETE if view.done else GROUP_STATE_PENDING
+    there = view.completed >= view.keep if view.keep else view.done
+    return GROUP_STATE_COMPLETE if there else GROUP_STATE_PENDING
 
 
 def _engines(result: RolloutResult) -> list[str]:

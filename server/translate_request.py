@@ -172,6 +172,7 @@ def to_spec(message: RolloutSubmission) -> RolloutSpec:
 # Fields of a submission that the core has under the same name, by what is to be checked about them.
 _AS_THEY_ARE = (
     "group_size",
+    "group_keep",
     "turn",
     "needed_by_step",
     "max_attempts",

@@ -18,13 +18,14 @@ from google.protobuf.message import Message
 from rolloutd.scheduler.config import SchedulerConfig
 from rolloutd.scheduler.spec import Budget, Quota, RunSettings, StepReport, Weights
 from rolloutd.scheduler.states import OnPreempt, OnStale, ReleaseMemory, RolloutClass, TaskType, TrainerState
-from rolloutd.scheduler.views import Counts, RunView
+from rolloutd.scheduler.views import Counts, OverLaunchView, RunView
 from rolloutd.server.translate_event import to_decision
 from rolloutd.server.translate_request import MAX_SECONDS, Checker
 from rolloutd.v1 import Budget as BudgetMessage
 from rolloutd.v1 import (
     ClassQuota,
     ClassState,
+    OverLaunch,
     ReportStepRequest,
     RolloutDefaults,
     RuleState,
@@ -217,11 +218,26 @@ def to_run_state(view: RunView, connected_consumers: int) -> RunState:
             for one in view.rules
         ],
     )
+    if view.over_launch is not None:
+        message.over_launch.CopyFrom(to_over_launch(view.over_launch))
     if view.trainer_state is not TrainerState.UNKNOWN or view.step:
         message.step = view.step
     if view.finished_samples:
         message.diversity_score = 1.0 - view.diversity_distance
     return message
+
+
+def to_over_launch(view: OverLaunchView) -> OverLaunch:
+    return OverLaunch(
+        groups=view.groups,
+        launched_rollouts=view.launched,
+        kept_rollouts=view.kept,
+        surplus_rollouts=view.surplus,
+        kept_mean_tokens=view.kept_tokens / view.kept if view.kept else 0.0,
+        surplus_mean_tokens=view.surplus_tokens / view.surplus if view.surplus else 0.0,
+        longest_cut_groups=view.longest_cut_groups,
+        kept_share_by_quintile=view.kept_share_by_quintile,
+    )
 
 
 def from_budget(message: BudgetMessage) -> Budget:

@@ -49,6 +49,7 @@ class GenerateOptions(TypedDict, total=False):
     engine_labels: Mapping[str, str]
     group_id: str
     group_size: int
+    group_keep: int
     session_id: str
     turn: int
     parent_rollout_id: str

@@ -114,6 +114,7 @@ class Verbs:
     ) -> list[RolloutResult]:
         """All samples of a prompt, by sample index, whatever their outcomes (look at `ok`). Refused when none ever ran.
 
+        With `samples=10, group_keep=8` the first eight to complete are kept; the other two come back with outcome "surplus".
         Cancelling the call cancels the rollouts.
         """
         return await self._generate(prompt, on_progress, options)

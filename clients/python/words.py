@@ -52,6 +52,7 @@ Outcome = Literal[
     "version_unmet",
     "version_gone",
     "stale",
+    "surplus",
     "refused",
 ]
 

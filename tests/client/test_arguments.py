@@ -45,6 +45,7 @@ OPTIONS: dict[str, tuple[Any, Any]] = {  # option: value given, value on the wir
     "engine_labels": ({"gpu": "h100"}, {"gpu": "h100"}),
     "group_id": ("g", "g"),
     "group_size": (3, 3),
+    "group_keep": (2, 2),
     "session_id": ("s", "s"),
     "turn": (2, 2),
     "parent_rollout_id": ("p", "p"),

@@ -127,7 +127,8 @@ def test_fields_that_carry_a_quantity_name_its_unit() -> None:
     """A float is a time, a share, a rate or a score by its name; nothing is left to guess."""
     unitless = {
         # scores, weights and shares
-        "score", "share", "diversity_score", "buffer_fill", "reward", "mean_reward", "policy_entropy", "fairness_weight",
+        "score", "share", "kept_share_by_quintile", "diversity_score", "buffer_fill", "reward", "mean_reward", "policy_entropy",
+        "fairness_weight",
         "prefix", "critical", "waiting", "diversity", "cost",
         # sampling, whose names are the field's own
         "temperature", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
@@ -145,6 +146,8 @@ def test_fields_that_carry_a_quantity_name_its_unit() -> None:
         for message in messages.values()
         if message.full_name.startswith("rolloutd.")
         for field in message.fields
-        if field.type in floats and field.name not in unitless and not field.name.endswith(("_seconds", "_per_second"))
+        if field.type in floats
+        and field.name not in unitless
+        and not field.name.endswith(("_seconds", "_per_second", "_tokens"))
     ]
     assert not bare

@@ -100,6 +100,7 @@ SUBMISSION_VALUES: dict[str, Any] = {
     "engine_labels": {"zone": "a"},
     "group_id": "h",
     "group_size": 9,
+    "group_keep": 1,
     "session_id": "t",
     "turn": 3,
     "parent_rollout_id": "p",

@@ -11,7 +11,7 @@ const RESULT = typeOf('RolloutResult')
 /**
  * "refused" is the client's own: the server refused the submission, so there is no rollout that could have ended.
  * @typedef {'completed' | 'cancelled' | 'deadline_exceeded' | 'queue_timeout' | 'no_engine' | 'engine_refused' | 'engine_failed' |
- *   'run_ended' | 'shutdown' | 'internal' | 'version_unmet' | 'version_gone' | 'stale' | 'refused'} Outcome
+ *   'run_ended' | 'shutdown' | 'internal' | 'version_unmet' | 'version_gone' | 'stale' | 'surplus' | 'refused'} Outcome
  */
 
 /**

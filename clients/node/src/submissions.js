@@ -52,6 +52,7 @@ const NAMES = [...Object.keys(SAMPLING.fields), ...Object.keys(SUBMISSION.fields
  * @property {Record<string, string>} [engineLabels]
  * @property {string} [groupId]
  * @property {number} [groupSize]
+ * @property {number} [groupKeep]
  * @property {string} [sessionId]
  * @property {number} [turn]
  * @property {string} [parentRolloutId]

@@ -31,11 +31,13 @@ class _GroupStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_GroupState
     GROUP_STATE_UNSPECIFIED: _GroupState.ValueType  # 0
     """Never sent."""
     GROUP_STATE_PENDING: _GroupState.ValueType  # 1
-    """Every member that has ended is complete, and some are still to end or to be submitted."""
+    """What it keeps can still be had, and is not there yet."""
     GROUP_STATE_COMPLETE: _GroupState.ValueType  # 2
-    """Every member is complete."""
+    """Every member is complete, or as many as it keeps. Others may still be ending, unless `done`."""
     GROUP_STATE_PARTIAL: _GroupState.ValueType  # 3
-    """A member ended without a complete result. Others may still be to end, unless `done`."""
+    """More members ended without a complete result than it can spare: one, unless it keeps fewer than it is made of.
+    Others may still be to end, unless `done`.
+    """
 
 class GroupState(_GroupState, metaclass=_GroupStateEnumTypeWrapper):
     """Whether what a group is used for can be had."""
@@ -43,11 +45,13 @@ class GroupState(_GroupState, metaclass=_GroupStateEnumTypeWrapper):
 GROUP_STATE_UNSPECIFIED: GroupState.ValueType  # 0
 """Never sent."""
 GROUP_STATE_PENDING: GroupState.ValueType  # 1
-"""Every member that has ended is complete, and some are still to end or to be submitted."""
+"""What it keeps can still be had, and is not there yet."""
 GROUP_STATE_COMPLETE: GroupState.ValueType  # 2
-"""Every member is complete."""
+"""Every member is complete, or as many as it keeps. Others may still be ending, unless `done`."""
 GROUP_STATE_PARTIAL: GroupState.ValueType  # 3
-"""A member ended without a complete result. Others may still be to end, unless `done`."""
+"""More members ended without a complete result than it can spare: one, unless it keeps fewer than it is made of.
+Others may still be to end, unless `done`.
+"""
 Global___GroupState: _TypeAlias = GroupState  # noqa: Y015
 
 @_typing.final
@@ -64,6 +68,8 @@ class Group(_message.Message):
     FINISHED_ROLLOUTS_FIELD_NUMBER: _builtins.int
     FAILED_ROLLOUT_IDS_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
+    KEEP_FIELD_NUMBER: _builtins.int
+    SURPLUS_ROLLOUT_IDS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Its run."""
     group_id: _builtins.str
@@ -76,13 +82,19 @@ class Group(_message.Message):
     """Members that have ended."""
     done: _builtins.bool
     """Whether every member has ended: nothing more will come."""
+    keep: _builtins.int
+    """Complete members that are enough, see RolloutSubmission.group_keep. 0: all are wanted."""
     @_builtins.property
     def rollout_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Members submitted so far, by order of submission. Empty in a Lineage."""
 
     @_builtins.property
     def failed_rollout_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Members that ended without a complete result. Empty: none."""
+        """Members that ended without a complete result, without surplus ones. Empty: none."""
+
+    @_builtins.property
+    def surplus_rollout_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Members that were ended, or were done, when enough others were complete. Empty: none."""
 
     def __init__(
         self,
@@ -95,10 +107,12 @@ class Group(_message.Message):
         finished_rollouts: _builtins.int = ...,
         failed_rollout_ids: _abc.Iterable[_builtins.str] | None = ...,
         done: _builtins.bool = ...,
+        keep: _builtins.int = ...,
+        surplus_rollout_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "failed_rollout_ids", b"failed_rollout_ids", "finished_rollouts", b"finished_rollouts", "group_id", b"group_id", "rollout_ids", b"rollout_ids", "run_id", b"run_id", "size", b"size", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["done", b"done", "failed_rollout_ids", b"failed_rollout_ids", "finished_rollouts", b"finished_rollouts", "group_id", b"group_id", "keep", b"keep", "rollout_ids", b"rollout_ids", "run_id", b"run_id", "size", b"size", "state", b"state", "surplus_rollout_ids", b"surplus_rollout_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

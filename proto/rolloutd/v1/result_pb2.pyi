@@ -58,6 +58,10 @@ class _OutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Outcome.Value
     """Every engine has left the exact version that it asked for (FAILED_PRECONDITION)."""
     OUTCOME_STALE: _Outcome.ValueType  # 13
     """Its oldest token was too old when it was done: all of them are withheld (FAILED_PRECONDITION)."""
+    OUTCOME_SURPLUS: _Outcome.ValueType  # 14
+    """Its group had as many complete members as it keeps (RolloutSubmission.group_keep), perhaps in the moment in which
+    it was done itself: finish_reason says whether it was (CANCELLED).
+    """
 
 class Outcome(_Outcome, metaclass=_OutcomeEnumTypeWrapper):
     """How a rollout ended. Closed list; each has one gRPC code, given here."""
@@ -92,6 +96,10 @@ OUTCOME_VERSION_GONE: Outcome.ValueType  # 12
 """Every engine has left the exact version that it asked for (FAILED_PRECONDITION)."""
 OUTCOME_STALE: Outcome.ValueType  # 13
 """Its oldest token was too old when it was done: all of them are withheld (FAILED_PRECONDITION)."""
+OUTCOME_SURPLUS: Outcome.ValueType  # 14
+"""Its group had as many complete members as it keeps (RolloutSubmission.group_keep), perhaps in the moment in which
+it was done itself: finish_reason says whether it was (CANCELLED).
+"""
 Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
 class _FinishReason:

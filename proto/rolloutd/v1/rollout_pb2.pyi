@@ -449,6 +449,7 @@ class RolloutSubmission(_message.Message):
     EXACT_VERSION_FIELD_NUMBER: _builtins.int
     MAX_STALENESS_FIELD_NUMBER: _builtins.int
     MAX_PARTIAL_SPAN_FIELD_NUMBER: _builtins.int
+    GROUP_KEEP_FIELD_NUMBER: _builtins.int
     rollout_id: _builtins.str
     """Chosen by the client, unique and idempotent within its run: the same id with the same payload attaches to the
     rollout that exists, with another payload it is refused (ALREADY_EXISTS). Required, 1 to 256 bytes of UTF-8. With
@@ -532,6 +533,13 @@ class RolloutSubmission(_message.Message):
     """Versions between its oldest and its newest token: whether what one policy began another may go on with. Absent: the
     run's default. 0: all its tokens by one version. -1: any, whatever the run's default is.
     """
+    group_keep: _builtins.int
+    """How many complete members of the group are enough: as soon as so many have completed, the others end with outcome
+    SURPLUS and the tokens that they have. For a group that is launched larger than it is needed, which is quicker and
+    favours short outputs: see RunState.over_launch. Members that fail do not count. A member that joins later ends at
+    once. 0: all are wanted, or as the submission that opened the group says. Refused without a group, above its size,
+    or when it is not what the group was opened with.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids as numbers."""
@@ -594,10 +602,11 @@ class RolloutSubmission(_message.Message):
         exact_version: _builtins.int | None = ...,
         max_staleness: _builtins.int | None = ...,
         max_partial_span: _builtins.int | None = ...,
+        group_keep: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version", "_max_partial_span", b"_max_partial_span", "_max_staleness", b"_max_staleness", "_min_version", b"_min_version", "_needed_by_step", b"_needed_by_step", "engine_params", b"engine_params", "exact_version", b"exact_version", "max_partial_span", b"max_partial_span", "max_staleness", b"max_staleness", "min_version", b"min_version", "needed_by_step", b"needed_by_step", "prompt", b"prompt", "sampling", b"sampling", "text", b"text", "token_bytes", b"token_bytes", "token_ids", b"token_ids"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version", "_max_partial_span", b"_max_partial_span", "_max_staleness", b"_max_staleness", "_min_version", b"_min_version", "_needed_by_step", b"_needed_by_step", "clip_max_new_tokens", b"clip_max_new_tokens", "deadline_seconds", b"deadline_seconds", "engine_labels", b"engine_labels", "engine_params", b"engine_params", "exact_version", b"exact_version", "fail_fast", b"fail_fast", "group_id", b"group_id", "group_size", b"group_size", "logprobs", b"logprobs", "max_attempts", b"max_attempts", "max_partial_span", b"max_partial_span", "max_staleness", b"max_staleness", "min_version", b"min_version", "needed_by_step", b"needed_by_step", "on_preempt", b"on_preempt", "origin", b"origin", "parent_rollout_id", b"parent_rollout_id", "pool", b"pool", "progress_timeout_seconds", b"progress_timeout_seconds", "prompt", b"prompt", "queue_ttl_seconds", b"queue_ttl_seconds", "rollout_class", b"rollout_class", "rollout_id", b"rollout_id", "samples", b"samples", "sampling", b"sampling", "seeds", b"seeds", "session_id", b"session_id", "stratum", b"stratum", "task_type", b"task_type", "text", b"text", "token_bytes", b"token_bytes", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "turn", b"turn", "want_progress", b"want_progress"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version", "_max_partial_span", b"_max_partial_span", "_max_staleness", b"_max_staleness", "_min_version", b"_min_version", "_needed_by_step", b"_needed_by_step", "clip_max_new_tokens", b"clip_max_new_tokens", "deadline_seconds", b"deadline_seconds", "engine_labels", b"engine_labels", "engine_params", b"engine_params", "exact_version", b"exact_version", "fail_fast", b"fail_fast", "group_id", b"group_id", "group_keep", b"group_keep", "group_size", b"group_size", "logprobs", b"logprobs", "max_attempts", b"max_attempts", "max_partial_span", b"max_partial_span", "max_staleness", b"max_staleness", "min_version", b"min_version", "needed_by_step", b"needed_by_step", "on_preempt", b"on_preempt", "origin", b"origin", "parent_rollout_id", b"parent_rollout_id", "pool", b"pool", "progress_timeout_seconds", b"progress_timeout_seconds", "prompt", b"prompt", "queue_ttl_seconds", b"queue_ttl_seconds", "rollout_class", b"rollout_class", "rollout_id", b"rollout_id", "samples", b"samples", "sampling", b"sampling", "seeds", b"seeds", "session_id", b"session_id", "stratum", b"stratum", "task_type", b"task_type", "text", b"text", "token_bytes", b"token_bytes", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "turn", b"turn", "want_progress", b"want_progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__exact_version: _TypeAlias = _typing.Literal["exact_version"]  # noqa: Y015
     _WhichOneofArgType__exact_version: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version"]  # noqa: Y015

@@ -511,17 +511,24 @@ class GroupFinished(_message.Message):
     COMPLETE_FIELD_NUMBER: _builtins.int
     ROLLOUT_IDS_FIELD_NUMBER: _builtins.int
     FAILED_ROLLOUT_IDS_FIELD_NUMBER: _builtins.int
+    SURPLUS_ROLLOUT_IDS_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """The group."""
     complete: _builtins.bool
-    """Whether every member's result is complete."""
+    """Whether every member's result is complete, or those of as many as the group keeps."""
     @_builtins.property
     def rollout_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Every member, by sample or submission order."""
 
     @_builtins.property
     def failed_rollout_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Members whose result is not complete. Empty when complete."""
+        """Members whose result is not complete, without surplus ones. Empty when complete, unless the group keeps fewer than
+        it is made of.
+        """
+
+    @_builtins.property
+    def surplus_rollout_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Members with outcome SURPLUS. Empty: none."""
 
     def __init__(
         self,
@@ -530,10 +537,11 @@ class GroupFinished(_message.Message):
         complete: _builtins.bool = ...,
         rollout_ids: _abc.Iterable[_builtins.str] | None = ...,
         failed_rollout_ids: _abc.Iterable[_builtins.str] | None = ...,
+        surplus_rollout_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "failed_rollout_ids", b"failed_rollout_ids", "group_id", b"group_id", "rollout_ids", b"rollout_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "failed_rollout_ids", b"failed_rollout_ids", "group_id", b"group_id", "rollout_ids", b"rollout_ids", "surplus_rollout_ids", b"surplus_rollout_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

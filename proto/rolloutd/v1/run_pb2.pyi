@@ -571,6 +571,7 @@ class RunState(_message.Message):
     SAMPLES_ALLOWED_FIELD_NUMBER: _builtins.int
     STALE_RESULTS_FIELD_NUMBER: _builtins.int
     RULES_FIELD_NUMBER: _builtins.int
+    OVER_LAUNCH_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     status: Global___RunStatus.ValueType
@@ -641,6 +642,10 @@ class RunState(_message.Message):
     def rules(self) -> _containers.RepeatedCompositeFieldContainer[Global___RuleState]:
         """Rules of the server's configuration, as they are for this run. Empty: none configured."""
 
+    @_builtins.property
+    def over_launch(self) -> Global___OverLaunch:
+        """What became of groups that keep fewer members than they are made of. Absent: none has ended."""
+
     def __init__(
         self,
         *,
@@ -671,10 +676,11 @@ class RunState(_message.Message):
         samples_allowed: _builtins.int | None = ...,
         stale_results: _builtins.int = ...,
         rules: _abc.Iterable[Global___RuleState] | None = ...,
+        over_launch: Global___OverLaunch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_diversity_score", b"_diversity_score", "_mean_reward", b"_mean_reward", "_samples_allowed", b"_samples_allowed", "_step", b"_step", "budget", b"budget", "diversity_score", b"diversity_score", "mean_reward", b"mean_reward", "samples_allowed", b"samples_allowed", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_diversity_score", b"_diversity_score", "_mean_reward", b"_mean_reward", "_samples_allowed", b"_samples_allowed", "_step", b"_step", "budget", b"budget", "diversity_score", b"diversity_score", "mean_reward", b"mean_reward", "over_launch", b"over_launch", "samples_allowed", b"samples_allowed", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_diversity_score", b"_diversity_score", "_mean_reward", b"_mean_reward", "_samples_allowed", b"_samples_allowed", "_step", b"_step", "budget", b"budget", "classes", b"classes", "connected_consumers", b"connected_consumers", "demand_tokens_per_second", b"demand_tokens_per_second", "desired_engines", b"desired_engines", "diversity_score", b"diversity_score", "dropped_results", b"dropped_results", "kv_tokens_committed", b"kv_tokens_committed", "mean_reward", b"mean_reward", "phase", b"phase", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "publishing", b"publishing", "rules", b"rules", "run_id", b"run_id", "samples_allowed", b"samples_allowed", "samples_on_their_way", b"samples_on_their_way", "stale_results", b"stale_results", "status", b"status", "step", b"step", "supply_tokens_per_second", b"supply_tokens_per_second", "tasks", b"tasks", "trainer_epoch", b"trainer_epoch", "trainer_state", b"trainer_state", "undelivered_bytes", b"undelivered_bytes", "undelivered_results", b"undelivered_results", "used_results", b"used_results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_diversity_score", b"_diversity_score", "_mean_reward", b"_mean_reward", "_samples_allowed", b"_samples_allowed", "_step", b"_step", "budget", b"budget", "classes", b"classes", "connected_consumers", b"connected_consumers", "demand_tokens_per_second", b"demand_tokens_per_second", "desired_engines", b"desired_engines", "diversity_score", b"diversity_score", "dropped_results", b"dropped_results", "kv_tokens_committed", b"kv_tokens_committed", "mean_reward", b"mean_reward", "over_launch", b"over_launch", "phase", b"phase", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "publishing", b"publishing", "rules", b"rules", "run_id", b"run_id", "samples_allowed", b"samples_allowed", "samples_on_their_way", b"samples_on_their_way", "stale_results", b"stale_results", "status", b"status", "step", b"step", "supply_tokens_per_second", b"supply_tokens_per_second", "tasks", b"tasks", "trainer_epoch", b"trainer_epoch", "trainer_state", b"trainer_state", "undelivered_bytes", b"undelivered_bytes", "undelivered_results", b"undelivered_results", "used_results", b"used_results"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__diversity_score: _TypeAlias = _typing.Literal["diversity_score"]  # noqa: Y015
     _WhichOneofArgType__diversity_score: _TypeAlias = _typing.Literal["_diversity_score", b"_diversity_score"]  # noqa: Y015
@@ -694,6 +700,66 @@ class RunState(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
 
 Global___RunState: _TypeAlias = RunState  # noqa: Y015
+
+@_typing.final
+class OverLaunch(_message.Message):
+    """Groups launched with more members than they keep (RolloutSubmission.group_keep), over those that have ended since the
+    run began. The first to complete are the short ones, so that what is kept is shorter than what was launched.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: _builtins.int
+    LAUNCHED_ROLLOUTS_FIELD_NUMBER: _builtins.int
+    KEPT_ROLLOUTS_FIELD_NUMBER: _builtins.int
+    SURPLUS_ROLLOUTS_FIELD_NUMBER: _builtins.int
+    KEPT_MEAN_TOKENS_FIELD_NUMBER: _builtins.int
+    SURPLUS_MEAN_TOKENS_FIELD_NUMBER: _builtins.int
+    LONGEST_CUT_GROUPS_FIELD_NUMBER: _builtins.int
+    KEPT_SHARE_BY_QUINTILE_FIELD_NUMBER: _builtins.int
+    groups: _builtins.int
+    """Groups."""
+    launched_rollouts: _builtins.int
+    """Their members."""
+    kept_rollouts: _builtins.int
+    """Members that completed and were kept."""
+    surplus_rollouts: _builtins.int
+    """Members that ended with outcome SURPLUS. The rest failed."""
+    kept_mean_tokens: _builtins.float
+    """Mean generated tokens of the kept. 0: none."""
+    surplus_mean_tokens: _builtins.float
+    """Mean generated tokens of the surplus when they were ended: only a lower bound of what they would have written.
+    0: none.
+    """
+    longest_cut_groups: _builtins.int
+    """Groups in which a surplus member had written as much as the longest kept one before it was ended. Its longest
+    member was cut in at least so many groups.
+    """
+    @_builtins.property
+    def kept_share_by_quintile(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Of each fifth of the launched members by length, shortest first: the share that was kept, in [0, 1]. Lengths of
+        members that were not done are those the server's length model expects, given what they had written; an estimate.
+        """
+
+    def __init__(
+        self,
+        *,
+        groups: _builtins.int = ...,
+        launched_rollouts: _builtins.int = ...,
+        kept_rollouts: _builtins.int = ...,
+        surplus_rollouts: _builtins.int = ...,
+        kept_mean_tokens: _builtins.float = ...,
+        surplus_mean_tokens: _builtins.float = ...,
+        longest_cut_groups: _builtins.int = ...,
+        kept_share_by_quintile: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "kept_mean_tokens", b"kept_mean_tokens", "kept_rollouts", b"kept_rollouts", "kept_share_by_quintile", b"kept_share_by_quintile", "launched_rollouts", b"launched_rollouts", "longest_cut_groups", b"longest_cut_groups", "surplus_mean_tokens", b"surplus_mean_tokens", "surplus_rollouts", b"surplus_rollouts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OverLaunch: _TypeAlias = OverLaunch  # noqa: Y015
 
 @_typing.final
 class RuleState(_message.Message):

@@ -24,7 +24,7 @@ from collections import Counter
 from rolloutd.bench.virtual import Simulation
 from rolloutd.bench.virtual_faults import FaultyEngine
 from rolloutd.engines.sim.tokens import Model, score
-from rolloutd.scheduler.actions import Abort, Action, Deliver, Dispatch, Finished, GroupFinished, Refuse
+from rolloutd.scheduler.actions import Abort, Action, Deliver, Dispatch, Finished, GroupFinished, Refuse, Undelivered
 from rolloutd.scheduler.config import SchedulerConfig
 from rolloutd.scheduler.events import (
     AcknowledgeResults,
@@ -40,7 +40,7 @@ from rolloutd.scheduler.events import (
 )
 from rolloutd.scheduler.intake import member_ids
 from rolloutd.scheduler.result import RolloutResult, Span
-from rolloutd.scheduler.rollout import Attempt
+from rolloutd.scheduler.rollout import Attempt, Rollout
 from rolloutd.scheduler.spec import TOKEN_BYTES
 from rolloutd.scheduler.states import AbortReason, FaultKind, Outcome, RolloutState, TaskType
 from rolloutd.scheduler.timers import TimerKind
@@ -75,6 +75,7 @@ class Auditor:
         self.attempts: dict[str, tuple[Key, str]] = {}  # live as the core sees it: attempt id -> (rollout, engine)
         self.used_ids: set[str] = set()
         self._ended_runs: set[str] = set()
+        self._completed: set[Key] = set()  # whether they became too old since or not
         self._cancelling_runs: set[str] = set()  # cancel_on_disconnect at some time
         self._ceilings = Ceilings(simulation, world, config, self.counts)
         self._floors = Floors(world, self.watched, self.counts)
@@ -101,6 +102,9 @@ class Auditor:
                 self.acknowledged.update((event.run_id, one.rollout_id) for one in event.acknowledgements)
         dispatched = []
         for action in actions:
+            if isinstance(action, Deliver | Undelivered) and isinstance(action.event, Finished):
+                if action.event.result.complete:
+                    self._completed.add((action.run_id, action.event.result.rollout_id))
             match action:
                 case Dispatch():
                     self._check_dispatch(action)
@@ -246,6 +250,8 @@ class Auditor:
         match result.outcome:
             case Outcome.COMPLETED:
                 assert result.error is None and result.complete, what
+                if rollout.group is not None and rollout.group.keep:
+                    self._check_kept(rollout)
             case Outcome.CANCELLED:
                 asked = watched.cancelled or self._parent_cancelled(watched)
                 assert asked or rollout.run.run_id in self._cancelling_runs, what
@@ -264,6 +270,8 @@ class Auditor:
                 assert gone(rollout), what
             case Outcome.STALE:
                 assert too_old(rollout), what
+            case Outcome.SURPLUS:
+                self._check_kept(rollout)
             case Outcome.ENGINE_FAILED:
                 assert watched.faults >= limit, f"{what}: {watched.faults} faults of {limit}"
             case _:
@@ -284,8 +292,28 @@ class Auditor:
         for rollout_id in event.rollout_ids:
             watched = self.watched[action.run_id, rollout_id]
             assert watched.rollout.state is RolloutState.FINISHED, f"group {event.group_id} ended before {rollout_id}"
-        failed = {one for one in event.rollout_ids if self._outcome(action.run_id, one) is not Outcome.COMPLETED}
-        assert set(event.failed_rollout_ids) == failed and event.complete is (not failed)
+        by_outcome = {one: self._outcome(action.run_id, one) for one in event.rollout_ids}
+        surplus = {one for one, outcome in by_outcome.items() if outcome is Outcome.SURPLUS}
+        completed = sum(outcome is Outcome.COMPLETED for outcome in by_outcome.values())
+        failed = {one for one, outcome in by_outcome.items() if outcome is not Outcome.COMPLETED} - surplus
+        group = self.watched[action.run_id, event.rollout_ids[0]].rollout.group
+        assert group is not None
+        complete = completed == group.keep if group.keep else not failed
+        assert set(event.failed_rollout_ids) == failed and set(event.surplus_rollout_ids) == surplus
+        assert event.complete is complete, f"{event}: {by_outcome}, keeps {group.keep}"
+        self.counts["groups complete" if complete else "groups partial"] += 1
+
+    def _check_kept(self, rollout: Rollout) -> None:
+        """A member of a group that keeps some ended COMPLETED or SURPLUS: no more than those, and none cut before they are there."""
+        group = rollout.group
+        assert group is not None and group.keep, rollout.tell()
+        keys = [(rollout.run.run_id, member) for member in group.members]
+        results = [self.watched[key].rollout.result for key in keys]
+        complete = sum(one is not None and one.outcome is Outcome.COMPLETED for one in results)
+        assert complete <= group.keep, f"{group.group_id} has {complete} complete and keeps {group.keep}"
+        if rollout.result is not None and rollout.result.outcome is Outcome.SURPLUS:
+            assert sum(key in self._completed for key in keys) >= group.keep, rollout.tell()
+            self.counts["surplus with tokens" if rollout.result.token_bytes else "surplus without tokens"] += 1
 
     def _outcome(self, run_id: str, rollout_id: str) -> Outcome:
         result = self.watched[run_id, rollout_id].rollout.result

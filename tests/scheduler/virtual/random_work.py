@@ -58,6 +58,8 @@ class RandomWork:
             sampling["frequency_penalty"] = 0.5  # not resumable; the simulated model does not look at it
         pool = rng.choice(["policy"] * 12 + ["reward", "nowhere"])
         mine = [name for run, name in self.submitted if run == run_id]
+        group_id = rng.choice(["", "", "", "g1", "g2"])
+        group_size = rng.choice([0, 0, 6]) if samples <= 4 else 0
         return RolloutSpec(
             rollout_id=f"r{len(self.submitted)}-{rng.getrandbits(24):06x}",
             token_bytes=prompt,
@@ -66,8 +68,9 @@ class RandomWork:
             rollout_class=rng.choice([None, *RolloutClass]),
             task_type=task,
             pool=pool,
-            group_id=rng.choice(["", "", "", "g1", "g2"]),
-            group_size=rng.choice([0, 0, 6]) if samples <= 4 else 0,
+            group_id=group_id,
+            group_size=group_size,
+            group_keep=self._kept(group_id, samples, group_size),
             turn=rng.choice([0, 0, 1]),
             parent_rollout_id=rng.choice(mine) if mine and rng.random() < 0.1 else "",
             stratum=rng.choice(["", "a", "b", "c"]),
@@ -84,6 +87,14 @@ class RandomWork:
             logprobs=rng.random() < 0.3,
             **self._versions(run_id, pool),
         )
+
+    def _kept(self, group_id: str, samples: int, group_size: int) -> int:
+        """Of a group of its own often fewer than all; of a shared one sometimes what the others did not say: it is refused."""
+        rng = self.rng
+        size = group_size or samples
+        if not group_id:
+            return rng.randint(1, size) if samples > 1 and rng.random() < 0.5 else 0
+        return rng.choice([0, 0, 0, min(2, size)])
 
     def _versions(self, run_id: str, pool: str) -> dict[str, int]:
         """What it asks of the versions that write it; mostly nothing."""

@@ -3,7 +3,7 @@
 Derived from what is dispatched and acknowledged, not from the scheduler's own counters. When a group (or a rollout without one)
 is started for the first time, its members and those of all others that were started and whose samples are neither taken nor
 lost are no more than (max_staleness + 1) x batch_samples; unless there are no others. Of a group at most the samples count that its
-first submission announced: what joins it later is let in with it.
+first submission announced, or that it keeps: what joins it later is let in with it.
 
 What this module does not know: who should be let in first.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 
 from rolloutd.scheduler import staleness
-from rolloutd.scheduler.actions import Action, Dispatch
+from rolloutd.scheduler.actions import Action, Deliver, Dispatch, Finished, Undelivered
 from rolloutd.scheduler.events import ConfigureRun, Event, SubmitRollouts
 from rolloutd.scheduler.group import Group
 from rolloutd.scheduler.intake import member_ids
@@ -31,6 +31,7 @@ class Windows:
             str, dict[str, tuple[set[str], int]]
         ] = {}  # run -> group -> members at its start, announced
         self._announced: dict[Group, int] = {}
+        self._completed: set[tuple[str, str]] = set()  # (run, rollout)
         self._epochs: dict[Run, int] = {}
         self._capacity: dict[Run, int] = {}  # the largest since the bound is in force
 
@@ -41,7 +42,11 @@ class Windows:
         if isinstance(event, SubmitRollouts):
             self._submitted(event)
         for action in actions:
-            if isinstance(action, Dispatch) and self.world.runs[action.run_id] in self._capacity:
+            if isinstance(action, Deliver | Undelivered) and isinstance(action.event, Finished):
+                result = action.event.result
+                if result.complete:
+                    self._completed.add((result.run_id, result.rollout_id))
+            elif isinstance(action, Dispatch) and self.world.runs[action.run_id] in self._capacity:
                 self._check(self.world.attempts[action.attempt_id].rollout)
 
     def _configured(self, run: Run) -> None:
@@ -60,7 +65,8 @@ class Windows:
         for spec in event.specs if run is not None else ():
             rollout = run.rollouts.get(member_ids(spec)[0])
             if rollout is not None and rollout.group is not None:
-                self._announced.setdefault(rollout.group, max(spec.samples, spec.group_size))
+                announced = spec.group_keep or max(spec.samples, spec.group_size)
+                self._announced.setdefault(rollout.group, announced)
 
     def _check(self, rollout: Rollout) -> None:
         run = rollout.run
@@ -94,8 +100,13 @@ class Windows:
         return self._announced[one] if isinstance(one, Group) else 1
 
     def _on_their_way(self, run: Run, one: Group | Rollout) -> int:
-        members = one.members if isinstance(one, Group) else [one.rollout_id]
-        return sum(self._on_its_way(run, member) for member in members)
+        if not isinstance(one, Group):
+            return int(self._on_its_way(run, one.rollout_id))
+        count = sum(self._on_its_way(run, member) for member in one.members)
+        if not one.keep:
+            return count
+        taken = sum(member not in run.rollouts and (run.run_id, member) in self._completed for member in one.members)
+        return max(0, min(count, one.keep - taken))
 
     @staticmethod
     def _on_its_way(run: Run, rollout_id: str) -> bool:
