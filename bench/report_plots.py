@@ -184,7 +184,7 @@ def draw_shares(
         axis.set_ylim(len(rows) - 0.5, -0.5)
         logarithmic(axis)
         shares = [share for _, share, _ in rows]
-        axis.set_xlim(min([0.5, *shares]) / 1.5, max([2.0, *shares]) * 6.0)
+        axis.set_xlim(min([0.5, *shares]) / 1.5, max([2.0, *shares]) * 9.0)
         axis.set_xlabel("figure / bar", fontsize=8.5)
         tidy(axis)
         save(figure, path)
