@@ -47,12 +47,16 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """Whether the mechanism earns its place here."""
-        if not any(self.worse.values):
-            return "no effect"
-        if not self.worse.sure():
-            return "not sure"
-        return "helps" if self.worse.mean > 0.0 else "HARMS"
+        return verdict(self.worse)
+
+
+def verdict(worse: Paired) -> str:
+    """Whether a mechanism earns its place, by how much worse it is without."""
+    if not any(worse.values):
+        return "no effect"
+    if not worse.sure():
+        return "not sure"
+    return "helps" if worse.mean > 0.0 else "HARMS"
 
 
 class Ablation:

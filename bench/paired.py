@@ -2,7 +2,8 @@
 
 Invariants
 - Only seeds that both have are compared; what they have in common (prompts, lengths, engines) is in neither mean nor spread.
-- Nothing is called a difference that is within `SURE_ERRORS` standard errors of none, or that rests on fewer than `LEAST_SEEDS`.
+- Nothing is called a difference whose 95 % interval (Student's t) reaches none, or that rests on fewer than `LEAST_SEEDS`. Of 20
+  comparisons of like with like one is called a difference all the same.
 
 What this module does not know: what is compared, and which way is better.
 """
@@ -14,8 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-SURE_ERRORS = 2.0  # about 19 in 20, were the differences normal
 LEAST_SEEDS = 3
+# Student's t: standard errors to either side that hold 95 %, for 1 to 10 degrees of freedom, then what holds for more.
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+_T_MORE = 2.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,9 @@ class Paired:
         """Whether the mean is further from `none` (0 of differences, 1 of ratios) than the seeds explain."""
         if self.error is None or len(self.values) < LEAST_SEEDS:
             return False
-        return self.mean != none and abs(self.mean - none) > SURE_ERRORS * self.error
+        freedom = len(self.values) - 1
+        errors = _T[freedom - 1] if freedom <= len(_T) else _T_MORE
+        return abs(self.mean - none) > errors * self.error
 
 
 def summary(values: Sequence[float]) -> Paired | None:

@@ -14,10 +14,12 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from rolloutd.bench.ablation import verdict
+from rolloutd.bench.ablation_mechanisms import MECHANISMS
 from rolloutd.bench.arms import ARMS
 from rolloutd.bench.cost_table import FOLDER
 from rolloutd.bench.figures import Figures, Spread, gap_closed, over_seeds
-from rolloutd.bench.paired import Paired
+from rolloutd.bench.paired import Paired, summary
 from rolloutd.bench.peers_report import DRAW, PAIRED, best_policies
 from rolloutd.bench.quality_report import HEADINGS
 from rolloutd.bench.report_bars import Bar, bars, seeds_of
@@ -316,20 +318,24 @@ def _ablation(page: Page, inputs: Inputs) -> None:
     page.text(
         "## What each mechanism carries",
         "Each switched off, on the workloads where it should matter: how much worse the figure is without it (of prefix hits and "
-        f"samples/s: how much less), over {found['seeds']} seeds; a mechanism that helps has a positive number. Beyond two standard "
-        "errors it is called so.",
+        f"samples/s: how much less), over {found['seeds']} seeds; a mechanism that helps has a positive number. It is called so "
+        "where the 95 % interval of the mean leaves out 0; of 20 that do nothing, one is so by chance.",
     )
     rows = ["| mechanism | workload | figure | with it | worse without | |", "|---|---|---|---|---|---|"]
-    for row in found["rows"]:
+    order = {one.name: place for place, one in enumerate(MECHANISMS)}
+    ordered = sorted(found["rows"], key=lambda row: order.get(row["mechanism"], len(order)))
+    for row in ordered:
         spread = "" if row["deviation"] is None else f" ± {row['deviation']:.3f}"
         epoch = " warm" if row["epoch"] else ""
-        verdict = f"**{row['verdict']}**" if row["verdict"] in ("helps", "HARMS") else row["verdict"]
+        worse = summary(row["values"])
+        word = "-" if worse is None else verdict(worse)
         cells = (row["mechanism"], row["workload"] + epoch, HEADINGS[row["figure"]], f"{row['on']:.3f}")
-        rows.append("| " + " | ".join((*cells, f"{row['worse']:+.3f}{spread}", verdict)) + " |")
+        word = f"**{word}**" if word in ("helps", "HARMS") else word
+        rows.append("| " + " | ".join((*cells, f"{row['worse']:+.3f}{spread}", word)) + " |")
     page.text("\n".join(rows))
     dots = [
         Dot(f"{row['mechanism']}: {row['workload']}", 100.0 * value / row["on"], row["epoch"])
-        for row in found["rows"]
+        for row in ordered
         if row["on"] and row["figure"] == _foremost(row["workload"])
         for value in row["values"]
     ]

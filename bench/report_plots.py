@@ -26,7 +26,7 @@ from rolloutd.bench.figures import Figures
 BLUE, VERMILION, GREY, FAINT = "#0072B2", "#D55E00", "#555555", "#dddddd"
 EPOCH_COLOURS, EPOCH_MARKS, EPOCH_NAMES = (BLUE, VERMILION), ("o", "D"), ("cold", "warm")
 WIDE_INCHES, DOTS_PER_INCH = 10.0, 120
-ROW_INCHES, HEAD_INCHES = 0.32, 1.25
+ROW_INCHES, TWO_EPOCHS_INCHES, HEAD_INCHES = 0.25, 0.32, 1.25
 LOG_SPAN = 4.0  # largest over smallest value from which a panel is logarithmic
 
 
@@ -64,8 +64,10 @@ def draw(panels: Sequence[Panel], rows: Sequence[str], title: str, path: Path, *
     if not shown:
         return False
     used = [row for row in rows if any(dot.row == row for panel in shown for dot in panel.dots)]
+    epochs = sorted({dot.epoch for panel in shown for dot in panel.dots})
+    row_inches = TWO_EPOCHS_INCHES if len(epochs) > 1 else ROW_INCHES
     with _style():
-        figure = Figure(figsize=(WIDE_INCHES, HEAD_INCHES + ROW_INCHES * len(used)), layout="constrained")
+        figure = Figure(figsize=(WIDE_INCHES, HEAD_INCHES + row_inches * len(used)), layout="constrained")
         axes = figure.subplots(1, len(shown), sharey=True, squeeze=False)[0]
         figure.suptitle(title, x=0.01, ha="left", fontsize=10.5)
         for axis, panel in zip(axes, shown, strict=True):
@@ -75,7 +77,6 @@ def draw(panels: Sequence[Panel], rows: Sequence[str], title: str, path: Path, *
         for label in axes[0].get_yticklabels():
             if label.get_text() == bold:
                 label.set_fontweight("bold")
-        epochs = sorted({dot.epoch for panel in shown for dot in panel.dots})
         if len(epochs) > 1:
             _name_epochs(figure, epochs)
         save(figure, path)

@@ -37,8 +37,10 @@ def bar(found: list[Bar], what: str) -> Bar:
 def test_a_pair_is_of_one_seed_and_one_seed_proves_nothing() -> None:
     paired = differences({0: 3.0, 1: 5.0, 2: 7.0, 9: 100.0}, {0: 2.0, 1: 3.0, 2: 4.0})
     assert paired is not None and paired.values == (1.0, 2.0, 3.0) and paired.mean == 2.0 and paired.deviation == 1.0
-    assert paired.error == pytest.approx(1 / 3**0.5) and paired.sure()
-    assert not paired.sure(none=1.5), "half a standard deviation of three is within their errors"
+    assert paired.error == pytest.approx(1 / 3**0.5)
+    assert not paired.sure(), "of three seeds 95 % lie within 4.3 standard errors, which are 2.5 here"
+    more = summary([1.0, 2.0, 3.0] * 3)
+    assert more is not None and more.sure() and not more.sure(none=1.7)
     alone = ratios({0: 3.0}, {0: 2.0})
     assert alone is not None and alone.mean == 1.5 and alone.error is None and not alone.sure(1.0)
     assert differences({0: 1.0}, {1: 1.0}) is None and summary([]) is None
@@ -153,7 +155,7 @@ def test_a_page_says_what_is_missing_lost_and_not_met(tmp_path: Path, capsys: py
     rows = [
         {
             "mechanism": "moves", "workload": "Q3 settled", "epoch": 0, "figure": "critical_over_bound",
-            "on": 1.2, "worse": 0.1, "deviation": 0.01, "values": [0.1, 0.11, 0.09], "verdict": "helps",
+            "on": 1.2, "worse": 0.1, "deviation": 0.01, "values": [0.1, 0.11, 0.09], "verdict": "not read",
         }
     ]  # fmt: skip
     ablation = {"core": "compiled core", "seeds": 3, "rows": rows, "without_switch": {"length priors": "why"}}
