@@ -25,7 +25,7 @@ ifneq ($(COMPILED),0)
 CORE_BUILD := compiled
 endif
 
-# Run a benchmark, and keep what it prints for `make cost-table`: $(call BENCH,name,module and flags)
+# Run a benchmark, and keep what it prints for `make cost-table` and `make report`: $(call BENCH,name,module and flags)
 define BENCH
 @mkdir -p runs/bench && $(if $(CORE_BUILD),$(WITH_CORE)) $(PYTHON) -m rolloutd.bench.$(2) | tee runs/bench/$(1).txt
 endef
@@ -133,18 +133,34 @@ bench-publish: $(STAMP) $(CORE_BUILD) ## how long engines stand still for a new 
 	$(call BENCH,publish,publish_cost)
 
 .PHONY: bench-quality
-bench-quality: $(STAMP) $(CORE_BUILD) ## how near to the bound rolloutd and control arms come on Q1 to Q4, ten seeds, cold and warm (15 minutes)
-	$(call BENCH,quality,quality)
+bench-quality: $(STAMP) $(CORE_BUILD) ## how near to the bound rolloutd and control arms come on Q1 to Q4, ten seeds, cold and warm (15 minutes; ARGS=...)
+	$(call BENCH,quality,quality $(ARGS))
 
 .PHONY: bench-loop
-bench-loop: $(STAMP) $(CORE_BUILD) ## trainer idle time and samples per second of Q5, synchronous and one step off-policy, three seeds (20 minutes)
-	$(call BENCH,loop,quality --workloads Q5 Q5-off --seeds 3 --arms rolloutd fifo least-in-flight prefix oracle)
+bench-loop: $(STAMP) $(CORE_BUILD) ## trainer idle time and samples per second of Q5, synchronous and one step off-policy, three seeds (20 minutes; ARGS=...)
+	$(call BENCH,loop,quality --workloads Q5 Q5-off --seeds 3 --arms rolloutd fifo least-in-flight prefix oracle $(ARGS))
+
+.PHONY: bench-ablation
+bench-ablation: $(STAMP) $(CORE_BUILD) ## each mechanism switched off where it should matter, five seeds; the last line is JSON (20 minutes; ARGS=...)
+	$(call BENCH,ablation,ablation $(ARGS))
+
+.PHONY: bench-mix
+bench-mix: $(STAMP) $(CORE_BUILD) ## how near consumed data come to a target mix, strata over-supplied; the last line is JSON (4 minutes)
+	$(call BENCH,mix,mix_error $(ARGS))
+
+.PHONY: bench-scale
+bench-scale: $(STAMP) $(CORE_BUILD) ## what the core costs per rollout at 1,000 engines x 100,000 rollouts, beside 64; the last line is JSON (6 minutes)
+	$(call BENCH,scale,scale_cost $(ARGS))
 
 .PHONY: bench-peers
 # Children are started after gRPC was used; else it would write a line about each.
 bench-peers: export GRPC_ENABLE_FORK_SUPPORT := false
 bench-peers: $(STAMP) $(CORE_BUILD) ## rolloutd, sglang-router and smg as processes before the same engines, Q1 to Q4 (30 minutes; QUICK=1: a look; ARGS=...)
 	$(call BENCH,peers,peers $(if $(QUICK),--quick) $(ARGS))
+
+.PHONY: report
+report: $(STAMP) ## write docs/report.md, tables and plots, from what the benchmarks last printed here
+	@$(PYTHON) -m rolloutd.bench.report_page
 
 .PHONY: cost-table
 cost-table: $(STAMP) ## write the README's cost table from what the benchmarks last printed here

@@ -1,0 +1,71 @@
+"""Ablations: switches that switch, differences with the right sign, one run per mechanism on the same seeds."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rolloutd.bench import ablation
+from rolloutd.bench.ablation import rows
+from rolloutd.bench.ablation_mechanisms import MECHANISMS, SETTLED, settled
+from rolloutd.bench.figures import NAMES, Figures
+from rolloutd.bench.quality_report import HEADINGS
+from rolloutd.bench.scenarios import SCENARIOS
+from rolloutd.bench.training_loop import LOOPS
+from rolloutd.scheduler.config import SchedulerConfig
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda one: one.name)
+def test_a_mechanism_changes_settings_and_shows_in_known_figures(mechanism: ablation.Mechanism) -> None:
+    default = SchedulerConfig()
+    assert mechanism.without(default) != default
+    assert mechanism.without(mechanism.without(default)) == mechanism.without(default)
+    for workload, figures in mechanism.shows_in.items():
+        assert workload.removesuffix(SETTLED) in (*SCENARIOS, *LOOPS)
+        assert figures and set(figures) <= set(NAMES) & set(HEADINGS)
+
+
+def test_names_are_told_apart() -> None:
+    assert len({one.name for one in MECHANISMS}) == len(MECHANISMS)
+    assert settled(SchedulerConfig()).policy.cold_start_steps == 0
+
+
+def test_worse_is_positive_also_where_more_is_better() -> None:
+    (prefix,) = [one for one in MECHANISMS if one.name == "prefix reuse"]
+
+    def line(seed: int, makespan: float, hit: float) -> Figures:
+        return Figures("rolloutd", "Q2", seed, 0, makespan_over_bound=makespan, prefix_hit=hit)
+
+    on = [line(0, 1.0, 0.9), line(1, 1.2, 0.8), line(2, 1.1, 0.85)]
+    off = [line(0, 1.5, 0.5), line(1, 1.6, 0.5), line(2, 1.6, 0.45)]
+    by_figure = {row.figure: row for row in rows(prefix, "Q2", on, off)}
+    assert by_figure["makespan_over_bound"].worse.mean == pytest.approx(1.4 / 3)
+    assert by_figure["prefix_hit"].worse.mean == pytest.approx(1.1 / 3)
+    assert {row.verdict for row in by_figure.values()} == {"helps"}
+    assert {row.verdict for row in rows(prefix, "Q2", off, on)} == {"HARMS"}
+    assert {row.verdict for row in rows(prefix, "Q2", on, on)} == {"no effect"}
+    assert {row.verdict for row in rows(prefix, "Q2", on[:1], off[:1])} == {"not sure"}
+
+
+def test_the_command_runs_on_and_off_and_ends_in_json(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[int, int, str]] = []
+
+    def simulate(plan: ablation.Plan, arm: str, seed: int, note: object) -> list[Figures]:
+        hold = plan.config.queue.max_defer_seconds
+        seen.append((seed, plan.config.policy.cold_start_steps, plan.name))
+        return [Figures(arm, plan.name, seed, 0, reusable_over_bound=0.5 if hold else 0.7 + 0.01 * seed)]
+
+    monkeypatch.setattr(ablation, "simulate", simulate)
+    assert ablation.main(["--mechanisms", "hold for prefix", "--seeds", "3", "--first", "5"]) == 0
+    assert [seed for seed, _, _ in seen] == [5, 5, 6, 6, 7, 7]
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    (row,) = found["rows"]
+    assert row["mechanism"] == "hold for prefix" and row["values"] == [0.25, 0.26, 0.27] and row["verdict"] == "helps"
+    assert ablation.main(["--mechanisms", "moves", "--seeds", "1"]) == 0
+    assert seen[-1][1:] == (0, f"Q3{SETTLED}"), "in the phase where it does something"
+    with pytest.raises(SystemExit):
+        ablation.main(["--mechanisms", "moves", "--workloads", "Q1"])
+    assert f"show in Q3{SETTLED}" in capsys.readouterr().err
