@@ -48,6 +48,7 @@ from rolloutd.scheduler.states import FaultKind, Outcome, RolloutClass, TaskType
 LATENCY_SECONDS = 0.001  # one way between server and engine: a local network and an event loop's turn
 LOAD_PERIOD_SECONDS = 1.0
 TIME_DIGITS = 9
+ROLLOUTS_PER_EVENT = 64  # of one submission, as the server cuts a message
 # Ticks at one instant before we say that the core spins: far above what the batch limit makes of a full queue.
 MAX_TICKS_AT_ONCE = 10_000
 
@@ -323,13 +324,15 @@ class _Trainer:
         simulation.observers.append(self._note_starts)
 
     def plan(self) -> None:
-        """Put every arrival into the calendar; what arrives together goes in one message."""
+        """Put every arrival into the calendar; what arrives together goes in one message, cut as the server cuts it."""
         by_time: dict[float, list[Item]] = {}
         for item in self._items.values():
             by_time.setdefault(item.arrival_seconds, []).append(item)
         for seconds, items in by_time.items():
-            event = SubmitRollouts(self.run_id, self.consumer_id, tuple(self._specs(items)))
-            self._simulation.at(seconds, lambda event=event: _ignore(self._simulation.send(event)))  # type: ignore[misc]
+            for start in range(0, len(items), ROLLOUTS_PER_EVENT):
+                specs = tuple(self._specs(items[start : start + ROLLOUTS_PER_EVENT]))
+                event = SubmitRollouts(self.run_id, self.consumer_id, specs)
+                self._simulation.at(seconds, lambda event=event: _ignore(self._simulation.send(event)))  # type: ignore[misc]
 
     def _specs(self, items: Iterable[Item]) -> Iterable[RolloutSpec]:
         for item in items:

@@ -51,6 +51,7 @@ class Look:
         "told",
         "weights",
         "_common",
+        "_diverse",
         "_is_critical",
         "_least_cost",
         "_mark",
@@ -91,12 +92,16 @@ class Look:
         self._prefix_weight = max(0.0, weights.prefix)
         self._least_cost = weights.cost * roomy.least_fill if weights.cost > 0.0 else 0.0
         self._common = -1
+        self._diverse: dict[str, float] = {}  # by stratum, of those asked for
         self._rows: list[Row] = []
 
     def diverse(self, stratum: str) -> float:
         """What entries of this stratum get for it."""
-        share, target = self._run.mix.shares(stratum)
-        return self.weights.diversity * clamp(diversity.missing(target, share))
+        worth = self._diverse.get(stratum)
+        if worth is None:
+            share, target = self._run.mix.shares(stratum)
+            worth = self._diverse[stratum] = self.weights.diversity * clamp(diversity.missing(target, share))
+        return worth
 
     def outlook(self, entry: Entry) -> None:
         """Note what an entry could score: at best on any engine, and the part of it that no engine changes."""

@@ -2,7 +2,8 @@
 
 Invariants
 - Every rollout has at most one live timer; when it fires, whatever is due for its state is done and the next is armed.
-- Housekeeping work per call is bounded by what is kept, and runs every `HOUSEKEEPING_SECONDS`.
+- Housekeeping work per call is bounded by what is kept, and runs every `HOUSEKEEPING_SECONDS`; of several runs each has its
+  own moment in that time, so that no call does it for all of them.
 
 What this module does not know: the wall clock.
 """
@@ -62,7 +63,10 @@ def fire_due(world: World) -> None:
             case TimerKind.RULES:
                 watch.due(world)
             case TimerKind.HOUSEKEEPING:
-                _housekeeping(world)
+                if isinstance(subject, Run):
+                    _keep_run(world, subject)
+                else:
+                    _housekeeping(world)
             case TimerKind.ENGINE:
                 subject.wake_timer = None
                 world.dirty = True
@@ -160,30 +164,41 @@ def _housekeeping(world: World) -> None:
     world.timers.add(world.now + HOUSEKEEPING_SECONDS, TimerKind.HOUSEKEEPING, True)
     world.index.sweep(SWEEP_NODES)
     colocation.retry(world)
-    for run in list(world.runs.values()):
-        consumers.expire(world, run)
-        if run.lengths.note_second() and not run.reviewed:
-            run.reviewed = list(run.entries.values())
-        queueing.review_lengths(world, run, REVIEWED_ENTRIES)
-        moving.clear_tail(world, run)
-        _watch_capacity(world, run)
-        for group_id in list(run.idle_groups):
-            group = run.groups.get(group_id)
-            if group is not None and group.unacknowledged == 0:
-                del run.groups[group_id]  # members all delivered, but the announced size was never reached
-                letting_in.group_over(world, run, group_id)
-        run.idle_groups.clear()
-        attached = any(consumer.attached for consumer in run.consumers.values())
-        publishing_now = any(lineage.active is not None for lineage in run.lineages.values())
-        done = run.ended and not run.unfinished and not run.undelivered_results
-        if done and not attached and not publishing_now and not colocation.has_memory_of(world, run):
-            del world.runs[run.run_id]
-            publishing.forget_run(world, run)
-            for lineage in run.lineages.values():
-                world.unseen.pop(lineage, None)
-                world.index.drop_owner(lineage.owner)
+    runs = list(world.runs.values())
+    for number, run in enumerate(runs):
+        if number:
+            world.timers.add(world.now + number * HOUSEKEEPING_SECONDS / len(runs), TimerKind.HOUSEKEEPING, run)
+        else:
+            _keep_run(world, run)
     if any(run.ledger.queued for run in world.runs.values()):
         world.dirty = True  # waits, engine back-offs and reservations change with time alone
+
+
+def _keep_run(world: World, run: Run) -> None:
+    """One run's share of the housekeeping, unless the run is gone."""
+    if world.runs.get(run.run_id) is not run:
+        return
+    consumers.expire(world, run)
+    if run.lengths.note_second() and not run.reviewed:
+        run.reviewed = list(run.entries.values())
+    queueing.review_lengths(world, run, REVIEWED_ENTRIES)
+    moving.clear_tail(world, run)
+    _watch_capacity(world, run)
+    for group_id in list(run.idle_groups):
+        group = run.groups.get(group_id)
+        if group is not None and group.unacknowledged == 0:
+            del run.groups[group_id]  # members all delivered, but the announced size was never reached
+            letting_in.group_over(world, run, group_id)
+    run.idle_groups.clear()
+    attached = any(consumer.attached for consumer in run.consumers.values())
+    publishing_now = any(lineage.active is not None for lineage in run.lineages.values())
+    done = run.ended and not run.unfinished and not run.undelivered_results
+    if done and not attached and not publishing_now and not colocation.has_memory_of(world, run):
+        del world.runs[run.run_id]
+        publishing.forget_run(world, run)
+        for lineage in run.lineages.values():
+            world.unseen.pop(lineage, None)
+            world.index.drop_owner(lineage.owner)
 
 
 def _watch_capacity(world: World, run: Run) -> None:

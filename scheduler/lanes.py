@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.states import Gate, TaskType
 
-FRONT = 8  # sorted items kept before the heap
+FRONT = 8  # sorted items kept before the heap, or as many as the longest look took
 HEADS_PER_LANE = 3
 LANES_LOOKED_AT = 6  # with a deadline, and as many without
 RANK_LOOKS = 8  # looks between two rankings of the lanes
@@ -64,12 +64,13 @@ def _live(item: Item) -> bool:
 class Lane:
     """Entries of one kind in key order, ties by the given tie-break."""
 
-    __slots__ = ("_first", "_first_sequence", "_front", "_heap", "_stale", "first_key", "key", "ranked")
+    __slots__ = ("_first", "_first_sequence", "_front", "_heap", "_kept", "_stale", "first_key", "key", "ranked")
 
     def __init__(self, key: LaneKey | None = None) -> None:
         self.key = key  # None: an affinity heap, which has all kinds
         self._front: list[Item] = []
         self._heap: list[Item] = []
+        self._kept = FRONT  # items left in the front when it grew too long: as many as the longest look takes
         self._stale = 0
         self._first: Entry | None = None  # found at the last look, while its sequence is still this one
         self._first_sequence = 0
@@ -82,10 +83,10 @@ class Lane:
         boxed: Any = item  # once: compiled, a tuple is put into an object each time one is needed
         if not self._heap or (front and item[0] <= front[-1][0] and item < front[-1]):
             insort(front, boxed)
-            if len(front) > 2 * FRONT:
-                for moved in front[FRONT:]:
+            if len(front) > 2 * self._kept:
+                for moved in front[self._kept :]:
                     heapq.heappush(self._heap, moved)
-                del front[FRONT:]
+                del front[self._kept :]
             if front[0][2] == item[2]:  # not `is`: compiled, a tuple has no identity
                 self._first, self._first_sequence, self.first_key = item[3], item[2], item[0]
                 return True
@@ -131,6 +132,8 @@ class Lane:
 
     def heads(self, count: int) -> list[Entry]:
         """The first `count` live entries (fewer where there are fewer), in order; nothing is removed."""
+        if count > self._kept:
+            self._kept = count
         found: list[Entry] = []
         for item in self._front:
             if item[3].sequence != item[2]:

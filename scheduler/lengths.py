@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from statistics import NormalDist
+from typing import Final
 
 from rolloutd.scheduler.states import TaskType
 
@@ -42,6 +43,7 @@ LEAST_SHARE = 1e-15
 NORMAL = NormalDist()
 DENSITY = 1.0 / math.sqrt(2.0 * math.pi)  # of the standard normal at 0
 SQRT_HALF = math.sqrt(0.5)
+ERFC: Final = math.erfc  # compiled, found once and not at each call
 WORST_DEVIATIONS = -NORMAL.inv_cdf(WORST_SHARE)
 
 
@@ -82,9 +84,10 @@ class _Task:
 
 
 class _Prompt:
-    __slots__ = ("finished", "log_mean", "log_sum", "running", "stale", "task_version")
+    __slots__ = ("finished", "log_mean", "log_sum", "running", "stale", "task", "task_version")
 
-    def __init__(self) -> None:
+    def __init__(self, task: _Task) -> None:
+        self.task = task
         self.finished = 0.0
         self.log_sum = 0.0
         self.running: dict[str, int] = {}  # rollout id -> tokens written
@@ -110,7 +113,7 @@ class LengthModel:
             return False
         prompt.running[rollout_id] = tokens
         prompt.stale = True
-        self._task(kind).running[prompt_hash] = prompt
+        prompt.task.running[prompt_hash] = prompt
         return True
 
     def note_stopped(self, prompt_hash: str, kind: Kind, rollout_id: str) -> None:
@@ -119,13 +122,14 @@ class LengthModel:
         if prompt is not None and prompt.running.pop(rollout_id, None) is not None:
             prompt.stale = True
             if not prompt.running:
-                self._task(kind).running.pop(prompt_hash, None)
+                prompt.task.running.pop(prompt_hash, None)
 
     def note_finished(self, prompt_hash: str, kind: Kind, rollout_id: str, tokens: int) -> None:
         prompt = self._prompt(prompt_hash, kind)
+        task = prompt.task
         prompt.running.pop(rollout_id, None)
         if not prompt.running:
-            self._task(kind).running.pop(prompt_hash, None)
+            task.running.pop(prompt_hash, None)
         log = math.log(max(1, tokens))
         if prompt.finished >= OLD_SAMPLES:
             prompt.log_sum *= 0.5
@@ -133,7 +137,6 @@ class LengthModel:
         prompt.finished += 1
         prompt.log_sum += log
         prompt.stale = True
-        task = self._task(kind)
         if task.count >= 4096:  # forget slowly: the policy changes
             task.count, task.log_sum, task.square_sum, task.token_sum = (
                 task.count / 2,
@@ -200,11 +203,11 @@ class LengthModel:
 
     def _predict(self, prompt_hash: str, kind: Kind, max_new_tokens: int) -> tuple[float, float, float]:
         """(log-mean of the prompt, standard deviation between its samples, variance of what is not known of the log-mean)."""
-        task = self._task(kind)
+        prompt = self._prompts.get((prompt_hash, kind))
+        task = self._task(kind) if prompt is None else prompt.task
         within = math.sqrt((1.0 - BETWEEN_SHARE) * task.variance)
         between = BETWEEN_SHARE * task.variance
         prior = task.mean if task.mean is not None else math.log(max(2.0, max_new_tokens * UNKNOWN_SHARE))
-        prompt = self._prompts.get((prompt_hash, kind))
         if prompt is None:
             return prior, within, between
         if prompt.stale or prompt.task_version != task.version:
@@ -225,7 +228,7 @@ class LengthModel:
         key = (prompt_hash, kind)
         prompt = self._prompts.get(key)
         if prompt is None:
-            prompt = self._prompts[key] = _Prompt()
+            prompt = self._prompts[key] = _Prompt(self._task(kind))
             while len(self._prompts) > MAX_PROMPTS:
                 oldest, kept = self._prompts.popitem(last=False)
                 if kept.running:  # never forget who runs; it becomes the most recent
@@ -258,12 +261,15 @@ def _posterior(prompt: _Prompt, prior: float, between: float, within: float) -> 
     precision = 1.0 / (within * within)
     weight = 1.0 / between + (prompt.finished + len(prompt.running)) * precision
     base = prior / between + prompt.log_sum * precision
-    cuts = [math.log(max(1, tokens)) for tokens in prompt.running.values()]
+    cuts = [math.log(tokens) if tokens > 1 else 0.0 for tokens in prompt.running.values()]
     log_mean = (prior / between + prompt.log_sum * precision) / (1.0 / between + prompt.finished * precision)
     if not cuts:
         return log_mean
     for _ in range(ROUNDS):
-        log_mean = (base + precision * sum(_imputed(cut, log_mean, within) for cut in cuts)) / weight
+        total = 0.0
+        for cut in cuts:  # compiled, a generator costs as much as what is added up
+            total += _imputed(cut, log_mean, within)
+        log_mean = (base + precision * total) / weight
     return log_mean
 
 
@@ -274,7 +280,7 @@ def _imputed(cut: float, mean: float, deviation: float) -> float:
         return cut + deviation / z
     if z < -6.0:
         return mean
-    return mean + deviation * DENSITY * math.exp(-0.5 * z * z) / (0.5 * math.erfc(z * SQRT_HALF))
+    return mean + deviation * DENSITY * math.exp(-0.5 * z * z) / (0.5 * ERFC(z * SQRT_HALF))
 
 
 def _tokens(log_tokens: float, max_new_tokens: int) -> float:

@@ -169,8 +169,8 @@ def full_prompt(rollout: Rollout) -> tuple[bytes, str | None]:
     return prompt + b"".join(piece.token_bytes for piece in rollout.pieces), None
 
 
-def order(world: World, entry: Entry) -> None:
-    """Put an entry into its lane with a fresh key and fresh prefix hits."""
+def order(world: World, entry: Entry, expected: bool = False) -> None:
+    """Put an entry into its lane with a fresh key and fresh prefix hits. expected: `expect` was called just before."""
     run = entry.run
     backlog = entry.backlog
     if backlog is None:
@@ -181,7 +181,8 @@ def order(world: World, entry: Entry) -> None:
     if hold_for_version(world, entry) or hold_for_staleness(world, entry):
         return
     refresh_hits(world, entry)
-    expect(entry)
+    if not expected:
+        expect(entry)
     facts = entry_facts(world, entry)
     weights = weights_of(world, run)
     entry.keyed_tokens = entry.worst_tokens
@@ -326,7 +327,7 @@ def _expect_again(world: World, entry: Entry) -> None:
         return
     expect(entry)
     if not 1.0 / REKEY_FACTOR < entry.worst_tokens / entry.keyed_tokens < REKEY_FACTOR:
-        order(world, entry)
+        order(world, entry, expected=True)
 
 
 def expect(entry: Entry) -> None:

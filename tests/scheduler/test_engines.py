@@ -463,3 +463,17 @@ def test_no_capacity_is_told_with_its_reason_and_ever_more_rarely() -> None:
     told = bench.notices(NoticeKind.NO_CAPACITY)
     assert 5 <= len(told) <= 12
     assert "connection refused" in told[0].message
+
+
+def test_no_tick_does_the_housekeeping_of_all_runs() -> None:
+    bench = Bench()
+    runs = [RUN, "second", "third", "fourth"]
+    for run in runs:
+        bench.submit(spec("a"), run=run)  # no engine: the housekeeping of each run says so
+    told: list[list[str]] = []
+    for _ in range(8):
+        before = len(bench.records("no_capacity"))
+        bench.tick(0.25)
+        told.append([record.fields["run"] for record in bench.records("no_capacity")[before:]])
+    assert [one for some in told for one in some] == runs
+    assert max(len(some) for some in told) == 1

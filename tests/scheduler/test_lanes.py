@@ -190,6 +190,29 @@ def test_stale_items_are_bounded_by_the_live_ones() -> None:
         assert isinstance(one, Lane) and len(one._front) + len(one._heap) <= 2 * lanes.COMPACT_MINIMUM + 2
 
 
+def test_a_long_look_is_not_undone_by_what_comes_after_it() -> None:
+    rng = random.Random(7)
+    lane = Lane()
+    items = []
+    for number in range(400):
+        one = entry(f"r{number}")
+        one.sequence = number + 1
+        item = (rng.random() - 2.0 * (number % 40 == 0), 0, one.sequence, one)  # now and then one that goes first
+        items.append(item)
+        lane.push(item)
+        if number % 40 == 0 and number:
+            assert len(lane._front) > 30
+        if number % 40 == 39:
+            assert lane.heads(32) == [item[3] for item in sorted(items)[:32]]
+        if number % 7 == 0:
+            first = lane.first()
+            assert first is min(items)[3]
+            if number % 2:
+                items.remove(min(items))
+                first.sequence = 0
+                lane.note_stale()
+
+
 def test_lanes_that_are_empty_are_forgotten() -> None:
     backlog = Backlog()
     for index in range(1000):
