@@ -104,7 +104,9 @@ def _quality(inputs: Inputs) -> Iterator[Bar]:
         BAR_POINTS,
         "mix",
         unit=" points",
-        note=f"{mix['rounding_points']:.2f} is rounding alone" if mix else "",
+        note=f"dispatched exactly by the mix: {mix['in_order_of_mix_points']['alike']:.2f}, since lengths differ"
+        if mix
+        else "",
     )
 
 

@@ -373,7 +373,10 @@ def _scale_and_mix(page: Page, inputs: Inputs) -> None:
         page.text(
             "## Mixture",
             f"Total variation to the target mix, percentage points, over windows of {mix['window']} rollouts that the trainer "
-            f"consumed, {mix['seeds']} seeds; whole rollouts alone make {mix['rounding_points']:.2f}.",
+            f"consumed, {mix['seeds']} seed(s). Whole rollouts alone make {mix['rounding_points']:.2f}. Were each dispatch exactly the "
+            "one that the mix lacks, what is consumed as it comes back would still be off, by "
+            + ", ".join(f"{of:.2f} ({lengths} lengths)" for lengths, of in mix["in_order_of_mix_points"].items())
+            + ": a trainer that wants the mix in every window has to take rollouts in the order in which they went, or pick.",
         )
         rows = ["| lengths | settings | mean | worst window | of what was dispatched |", "|---|---|---|---|---|"]
         for lengths, by_settings in mix["mean_points"].items():

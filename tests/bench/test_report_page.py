@@ -117,10 +117,12 @@ def test_inputs_that_broke_off_or_are_of_another_version_are_missing(tmp_path: P
     (tmp_path / "loop.txt").write_text("a table\n", encoding="utf-8")
     (tmp_path / "peers.txt").write_text(good[:-1] + ', "flavour": 1}\n', encoding="utf-8")
     (tmp_path / "core.txt").write_text("Traceback\n", encoding="utf-8")
+    (tmp_path / "publish.txt").write_text('{"expire_ms": 1.5}\n', encoding="utf-8")
     (tmp_path / "scale.txt").write_text('{"decision_ratio": 1.5}\n', encoding="utf-8")
     inputs = read_inputs(tmp_path)
-    assert inputs.of("quality") == q1("rolloutd", [1.1]) and inputs.objects == {"scale": {"decision_ratio": 1.5}}
-    assert set(inputs.made) == {"quality", "scale"}
+    assert inputs.of("quality") == q1("rolloutd", [1.1]) and inputs.objects == {"publish": {"expire_ms": 1.5}}
+    assert set(inputs.made) == {"quality", "publish"}
+    assert "another version (without rollouts, " in inputs.missing["scale"]
     assert "did not come to its end" in inputs.missing["loop"] and "did not come to its end" in inputs.missing["core"]
     assert "another version (flavour)" in inputs.missing["peers"] and inputs.missing["mix"] == "has not run here"
     with pytest.raises(ValueError, match="in the middle of a line"):
