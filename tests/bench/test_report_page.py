@@ -69,7 +69,7 @@ def test_losses_are_named_and_the_oracle_is_none() -> None:
 
 def test_bars_are_met_by_their_figures_alone() -> None:
     loop = [
-        line("rolloutd", "Q5", idle_ratio=0.5, makespan_seconds=1000.0, idle_ratio_least=0.4),
+        line("rolloutd", "Q5", idle_ratio=0.5, makespan_seconds=1000.0, idle_ratio_least=0.4, bound_seconds=900.0),
         line("fifo", "Q5", idle_ratio=0.6, makespan_seconds=1250.0),
         line("prefix", "Q5", idle_ratio=0.8, makespan_seconds=2500.0),
     ]
@@ -93,6 +93,7 @@ def test_bars_are_met_by_their_figures_alone() -> None:
     assert bar(found, "Q1 cold: share of the gap").value == pytest.approx((1.0 + 0.6) / 2)
     idle = bar(found, "Q5: trainer idle time")
     assert idle.value == pytest.approx(500 / 750) and idle.met
+    assert idle.note == "1 seed, no schedule is under 0.480", "0.4 x 900 s over fifo's 750 s"
     sessions = bar(found, "mean session")
     assert sessions.value == pytest.approx(1.25) and sessions.met is False, "smg is better than sticky here"
     assert sessions.note.startswith("against smg;")
