@@ -17,7 +17,7 @@ from typing import Any
 from rolloutd.bench.figures import Figures, gap_closed
 from rolloutd.bench.mix_error import BAR_POINTS
 from rolloutd.bench.report_inputs import Inputs
-from rolloutd.bench.scale_cost import BAR_RATIO, BAR_US_PER_ROLLOUT
+from rolloutd.bench.scale_cost import BAR_RATIO, BAR_US_PER_ROLLOUT, ENGINES, FEW_ENGINES, ROLLOUTS_PER_ENGINE
 from rolloutd.bench.simulate import PRODUCT
 
 PAIR_SEED = 1  # the seed that other harnesses measured
@@ -179,18 +179,14 @@ def _core(inputs: Inputs) -> Iterator[Bar]:
     yield Bar("core", "one event, p99", _number(core, "handle_p99_ms"), 5.0, "core", unit=" ms")
     yield Bar("core", "one event, longest", _number(core, "handle_max_ms"), 20.0, "core", unit=" ms")
     yield Bar("core", "prefix hits / an exact scan's", _number(core, "hit_share_of_exact"), 0.98, "core", at_most=False)
-    pools = sorted((int(name) for name in scale.get("us_per_rollout", {})), reverse=True)
-    most = str(pools[0]) if pools else ""
-    rollouts = (
-        f"{scale['rollouts'][most]:,} rollouts on {int(most):,} engines"
-        if most
-        else "100,000 rollouts on 1,000 engines"
-    )
-    value = _number(scale.get("us_per_rollout", {}), most)
-    yield Bar("core", f"handle() per rollout, {rollouts}", value, BAR_US_PER_ROLLOUT, "scale", unit=" us")
-    few = f"{pools[-1]:,}" if pools else "64"
-    what = f"cost of a decision there / on {few} engines"
-    yield Bar("core", what, _number(scale, "decision_ratio"), BAR_RATIO, "scale")
+    # A smaller pool is a look at the figure, and not the bar's.
+    whole = scale if scale.get("rollouts", {}).get(str(ENGINES), 0) >= ENGINES * ROLLOUTS_PER_ENGINE else {}
+    what = f"handle() per rollout, {ENGINES * ROLLOUTS_PER_ENGINE:,} rollouts on {ENGINES:,} engines"
+    value = _number(whole.get("us_per_rollout", {}), str(ENGINES))
+    yield Bar("core", what, value, BAR_US_PER_ROLLOUT, "scale", unit=" us")
+    what = f"cost of a decision there / on {FEW_ENGINES} engines"
+    value = _number(whole, "decision_ratio") if str(FEW_ENGINES) in whole.get("rollouts", {}) else None
+    yield Bar("core", what, value, BAR_RATIO, "scale")
     for shape, limit in (("A", 7.0), ("B", 10.0)):
         value = _number(index.get("match_us_p50", {}), shape)
         yield Bar("core", f"index, match of 4,096 tokens, shape {shape}", value, limit, "index", unit=" us")

@@ -102,6 +102,14 @@ def test_bars_are_met_by_their_figures_alone() -> None:
     assert bar(found, "CPU / sglang-router's, 2,048").value == pytest.approx(0.4 / 0.7)
     latency = bar(found, "added latency p50")
     assert latency.limit == 1.3 and latency.met is False, "at most the router's, whatever the other limit"
+    small = {
+        "rollouts": {"64": 6_400, "128": 12_800},
+        "us_per_rollout": {"64": 90.0, "128": 91.0},
+        "decision_ratio": 1.1,
+    }
+    assert [one.value for one in bars(Inputs(objects={"scale": small})) if one.source == "scale"] == [None, None]
+    large = {"rollouts": {"64": 6_400, "1000": 100_000}, "us_per_rollout": {"1000": 101.0}, "decision_ratio": 1.1}
+    assert [one.met for one in bars(Inputs(objects={"scale": large})) if one.source == "scale"] == [False, True]
     unmeasured = bar(found, "Q3 cold: reward latency")
     assert unmeasured.value is None and unmeasured.met is None
 
