@@ -145,11 +145,11 @@ bench-ablation: $(STAMP) $(CORE_BUILD) ## each mechanism switched off where it s
 	$(call BENCH,ablation,ablation $(ARGS))
 
 .PHONY: bench-mix
-bench-mix: $(STAMP) $(CORE_BUILD) ## how near consumed data come to a target mix, strata over-supplied; the last line is JSON (4 minutes)
+bench-mix: $(STAMP) $(CORE_BUILD) ## how near consumed data come to a target mix, strata over-supplied; the last line is JSON (5 minutes; ARGS=...)
 	$(call BENCH,mix,mix_error $(ARGS))
 
 .PHONY: bench-scale
-bench-scale: $(STAMP) $(CORE_BUILD) ## what the core costs per rollout at 1,000 engines x 100,000 rollouts, beside 64; the last line is JSON (6 minutes)
+bench-scale: $(STAMP) $(CORE_BUILD) ## what the core costs per rollout at 1,000 engines x 100,000 rollouts, beside 64; the last line is JSON (20 minutes; ARGS=...)
 	$(call BENCH,scale,scale_cost $(ARGS))
 
 .PHONY: bench-peers

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,7 +22,25 @@ from rolloutd.bench.cost_table import FOLDER, last_line
 from rolloutd.bench.figures import Figures
 
 LINES = ("quality", "loop", "peers")  # files with one line of figures per arm, workload, seed and epoch
-OBJECTS = ("core", "index", "overhead", "leaks", "publish", "scale", "mix", "ablation")  # files with one object
+# Files with one object, and the keys that the report reads beyond what it can do without.
+OBJECTS: Mapping[str, tuple[str, ...]] = {
+    "core": (),
+    "index": (),
+    "overhead": (),
+    "leaks": (),
+    "publish": (),
+    "scale": ("rollouts", "us_per_rollout", "us_per_decision", "makespan_over_bound", "us_per_rollout_by_event"),
+    "mix": (
+        "window",
+        "seeds",
+        "rounding_points",
+        "in_order_of_mix_points",
+        "mean_points",
+        "worst_points",
+        "dispatched_points",
+    ),
+    "ablation": ("seeds", "rows"),
+}
 _KNOWN = {one.name for one in fields(Figures)}
 _VERDICT = re.compile(r"(\w+), (cold|warm), against ([\w-]+)'s best \([^)]*\):")
 _SESSION_MEAN = re.compile(r"session mean \w+ \(([\d.]+) x")
@@ -64,7 +82,7 @@ def read_inputs(folder: Path = FOLDER) -> Inputs:
                 if name == "peers":
                     found.sessions = session_ratios(text)
             else:
-                found.objects[name] = _object(text)
+                found.objects[name] = _object(text, OBJECTS[name])
         except ValueError as error:
             found.missing[name] = str(error)
             continue
@@ -105,8 +123,10 @@ def session_ratios(text: str) -> dict[tuple[str, int, str], float]:
     return found
 
 
-def _object(text: str) -> Mapping[str, Any]:
+def _object(text: str, needed: Sequence[str]) -> Mapping[str, Any]:
     found = last_line(text)
     if found is None:
         raise ValueError("its last run did not come to its end")
+    if absent := [key for key in needed if key not in found]:
+        raise ValueError(f"its output is of another version (without {', '.join(absent)})")
     return found

@@ -94,12 +94,16 @@ def make_page(inputs: Inputs, path: Path) -> None:
 
 def _head(inputs: Inputs) -> str:
     made = ", ".join(f"{name} {when:%Y-%m-%d %H:%M}" for name, when in inputs.made.items())
-    cores = {str(one["core"]) for one in inputs.objects.values() if "core" in one}
+    cores: dict[str, list[str]] = {}
+    for name, one in inputs.objects.items():
+        cores.setdefault(str(one.get("core", "core not said")), []).append(name)
     return (
         "Written by `make report` from what the benchmarks last printed on one machine; edit nothing here. "
         "[simulation.md](simulation.md) says what workloads, arms and figures are. Dots are seeds, strokes their means, "
         '"±" is one standard deviation over the seeds.\n\n'
-        f"Printed (UTC): {made or 'nothing'}. Core: {', '.join(sorted(cores)) or 'not said'}."
+        f"Printed (UTC): {made or 'nothing'}. "
+        + "; ".join(f"{core}: {', '.join(names)}" for core, names in cores.items())
+        + "."
     )
 
 
@@ -118,7 +122,8 @@ def _in_short(
     lost = [*losses(compared), *losses(wire)]
     if lost:
         page.text(
-            "**Where rolloutd loses** (its figure over the other's, seed by seed; the oracle, which is told lengths, is left out):\n\n"
+            "**Where rolloutd loses** (its figure over the other's, seed by seed; the oracle, which is told lengths, is left out;"
+            " in brackets what the spread, or too few seeds, leave open):\n\n"
             + "\n".join(f"- {sentence}" for sentence in _sentences(lost))
         )
     elif compared or wire:
@@ -143,8 +148,8 @@ def _sentences(lost: Sequence[Comparison]) -> list[str]:
         epoch = "" if one.workload.startswith("Q5") else f" {EPOCHS[one.epoch]}"
         wire = " on the wire" if one.draw else ""
         where = f"{one.workload}{epoch}{wire}, {HEADINGS[one.figure]}"
-        doubt = "" if one.verdict == "LOSES" else f" ({one.verdict.partition(', ')[2]})"
-        grouped.setdefault(where, []).append(f"{one.arm} {_paired(one.ratio)}{doubt}")
+        against = f"{one.arm} {_paired(one.ratio)}"
+        grouped.setdefault(where, []).append(against if one.verdict == "LOSES" else f"({against})")
     return [f"{where}: {'; '.join(against)}" for where, against in grouped.items()]
 
 
@@ -373,7 +378,10 @@ def _scale_and_mix(page: Page, inputs: Inputs) -> None:
         page.text(
             "## Mixture",
             f"Total variation to the target mix, percentage points, over windows of {mix['window']} rollouts that the trainer "
-            f"consumed, {mix['seeds']} seeds; whole rollouts alone make {mix['rounding_points']:.2f}.",
+            f"consumed, {mix['seeds']} seed(s). Whole rollouts alone make {mix['rounding_points']:.2f}. Were each dispatch exactly the "
+            "one that the mix lacks, what is consumed as it comes back would still be off, by "
+            + ", ".join(f"{of:.2f} ({lengths} lengths)" for lengths, of in mix["in_order_of_mix_points"].items())
+            + ": a trainer that wants the mix in every window has to take rollouts in the order in which they went, or pick.",
         )
         rows = ["| lengths | settings | mean | worst window | of what was dispatched |", "|---|---|---|---|---|"]
         for lengths, by_settings in mix["mean_points"].items():

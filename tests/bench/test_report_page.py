@@ -69,7 +69,7 @@ def test_losses_are_named_and_the_oracle_is_none() -> None:
 
 def test_bars_are_met_by_their_figures_alone() -> None:
     loop = [
-        line("rolloutd", "Q5", idle_ratio=0.5, makespan_seconds=1000.0, idle_ratio_least=0.4),
+        line("rolloutd", "Q5", idle_ratio=0.5, makespan_seconds=1000.0, idle_ratio_least=0.4, bound_seconds=900.0),
         line("fifo", "Q5", idle_ratio=0.6, makespan_seconds=1250.0),
         line("prefix", "Q5", idle_ratio=0.8, makespan_seconds=2500.0),
     ]
@@ -93,6 +93,7 @@ def test_bars_are_met_by_their_figures_alone() -> None:
     assert bar(found, "Q1 cold: share of the gap").value == pytest.approx((1.0 + 0.6) / 2)
     idle = bar(found, "Q5: trainer idle time")
     assert idle.value == pytest.approx(500 / 750) and idle.met
+    assert idle.note == "1 seed, no schedule is under 0.480", "0.4 x 900 s over fifo's 750 s"
     sessions = bar(found, "mean session")
     assert sessions.value == pytest.approx(1.25) and sessions.met is False, "smg is better than sticky here"
     assert sessions.note.startswith("against smg;")
@@ -101,6 +102,14 @@ def test_bars_are_met_by_their_figures_alone() -> None:
     assert bar(found, "CPU / sglang-router's, 2,048").value == pytest.approx(0.4 / 0.7)
     latency = bar(found, "added latency p50")
     assert latency.limit == 1.3 and latency.met is False, "at most the router's, whatever the other limit"
+    small = {
+        "rollouts": {"64": 6_400, "128": 12_800},
+        "us_per_rollout": {"64": 90.0, "128": 91.0},
+        "decision_ratio": 1.1,
+    }
+    assert [one.value for one in bars(Inputs(objects={"scale": small})) if one.source == "scale"] == [None, None]
+    large = {"rollouts": {"64": 6_400, "1000": 100_000}, "us_per_rollout": {"1000": 101.0}, "decision_ratio": 1.1}
+    assert [one.met for one in bars(Inputs(objects={"scale": large})) if one.source == "scale"] == [False, True]
     unmeasured = bar(found, "Q3 cold: reward latency")
     assert unmeasured.value is None and unmeasured.met is None
 
@@ -117,10 +126,12 @@ def test_inputs_that_broke_off_or_are_of_another_version_are_missing(tmp_path: P
     (tmp_path / "loop.txt").write_text("a table\n", encoding="utf-8")
     (tmp_path / "peers.txt").write_text(good[:-1] + ', "flavour": 1}\n', encoding="utf-8")
     (tmp_path / "core.txt").write_text("Traceback\n", encoding="utf-8")
+    (tmp_path / "publish.txt").write_text('{"expire_ms": 1.5}\n', encoding="utf-8")
     (tmp_path / "scale.txt").write_text('{"decision_ratio": 1.5}\n', encoding="utf-8")
     inputs = read_inputs(tmp_path)
-    assert inputs.of("quality") == q1("rolloutd", [1.1]) and inputs.objects == {"scale": {"decision_ratio": 1.5}}
-    assert set(inputs.made) == {"quality", "scale"}
+    assert inputs.of("quality") == q1("rolloutd", [1.1]) and inputs.objects == {"publish": {"expire_ms": 1.5}}
+    assert set(inputs.made) == {"quality", "publish"}
+    assert "another version (without rollouts, " in inputs.missing["scale"]
     assert "did not come to its end" in inputs.missing["loop"] and "did not come to its end" in inputs.missing["core"]
     assert "another version (flavour)" in inputs.missing["peers"] and inputs.missing["mix"] == "has not run here"
     with pytest.raises(ValueError, match="in the middle of a line"):

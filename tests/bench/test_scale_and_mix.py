@@ -8,7 +8,7 @@ import math
 import pytest
 
 from rolloutd.bench import mix_error, scale_cost
-from rolloutd.bench.mix_error import TARGET, WINDOW, outputs, points, rounding_points, windows
+from rolloutd.bench.mix_error import TARGET, WINDOW, in_order_of_mix, outputs, points, rounding_points, windows
 from rolloutd.bench.scale_cost import HandleMeter, PoolCost, scenario_of, summary
 from rolloutd.scheduler.actions import Action
 from rolloutd.scheduler.events import Event, Tick
@@ -40,6 +40,14 @@ def test_unlike_lengths_lie_a_factor_of_four_apart_around_the_same_middle() -> N
     unlike = sorted(one.mu for one in outputs("unlike"))
     assert len(unlike) == len(TARGET) and math.exp(unlike[-1] - unlike[0]) == pytest.approx(4.0, rel=1e-3)
     assert sum(unlike) / len(unlike) == pytest.approx(mix_error.OUTPUT.mu)
+
+
+def test_an_ideal_order_of_dispatch_is_off_by_less_than_equal_supply_and_more_than_rounding() -> None:
+    back = in_order_of_mix("alike", 0, 4 * WINDOW)
+    errors = [points(window, TARGET) for window in windows(back)]
+    equal = points(list(TARGET) * 32, TARGET)
+    assert len(errors) == 2 and all(rounding_points(TARGET) < error < equal / 2 for error in errors)
+    assert back == in_order_of_mix("alike", 0, 4 * WINDOW) != in_order_of_mix("alike", 1, 4 * WINDOW)
 
 
 def test_bench_mix_ends_in_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
