@@ -122,7 +122,7 @@ def run_gate(world: World, run: Run, rollout_class: RolloutClass) -> Gate:
     if world.shutting_down:
         return Gate.SHUTTING_DOWN
     state = run.report.trainer_state
-    if run.paused or state is TrainerState.PAUSED:
+    if run.paused or run.ended or state is TrainerState.PAUSED:
         return Gate.RUN_PAUSED
     if state is TrainerState.SYNCING and rollout_class is RolloutClass.CRITICAL:
         return Gate.TRAINER_SYNCING

@@ -236,16 +236,6 @@ def note_step(world: World, rollout: Rollout) -> None:
         waiting.add(rollout.rollout_id)
 
 
-def promote_through(world: World, run: Run, step: int) -> int:
-    """Rollouts needed by steps up to `step` become CRITICAL; returns how many did."""
-    promoted = 0
-    for due in sorted(known for known in run.by_step if known <= step):
-        for rollout_id in sorted(run.by_step.get(due, ())):
-            change_class(world, run.rollouts[rollout_id], RolloutClass.CRITICAL, f"step {step} needs it")
-            promoted += 1
-    return promoted
-
-
 def close_attempt(world: World, attempt: Attempt, piece: Piece | None, end: str) -> None:
     """An attempt is over: release its permit, wake who waited for it, keep its tokens with the rollout."""
     rollout = attempt.rollout

@@ -20,12 +20,14 @@ from rolloutd.scheduler import (
     budgeting,
     clock,
     consumers,
+    ending,
     fleet,
     intake,
     kv_reports,
     letting_in,
     lifecycle,
     placement,
+    promoting,
     publishing,
     reconfiguring,
     reordering,
@@ -104,7 +106,8 @@ class Scheduler:
 
     @property
     def wants_tick(self) -> bool:
-        return self._world.dirty or bool(self._world.unseen)
+        world = self._world
+        return world.dirty or bool(world.unseen or world.reordering or world.promoting or world.ending)
 
     def next_due(self) -> float:
         return self._world.timers.next_due()
@@ -125,14 +128,16 @@ class Scheduler:
                 fleet.forget_removed(world)
                 if world.unseen:
                     version_change.go_on(world)
+                if world.ending:
+                    ending.go_on(world)
                 if world.stirred:
                     letting_in.settle(world)
+                if world.promoting:
+                    promoting.go_on(world)
                 if world.reordering:
                     reordering.go_on(world)
                 if world.dirty:
                     placement.schedule(world)
-                if world.reordering:
-                    world.dirty = True
                 clock.end_drained_streams(world)
             case EngineLoad():
                 fleet.load(world, event)

@@ -14,8 +14,10 @@ import math
 from rolloutd.scheduler import (
     budgeting,
     colocation,
+    ending,
     letting_in,
     lifecycle,
+    promoting,
     publishing,
     queueing,
     reordering,
@@ -27,7 +29,7 @@ from rolloutd.scheduler.rollout import Rollout
 from rolloutd.scheduler.rules import watch
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.spec import RolloutUpdate, RunSettings, StepReport
-from rolloutd.scheduler.states import Code, Gate, Outcome, RolloutState
+from rolloutd.scheduler.states import Code, Gate, RolloutState
 from rolloutd.scheduler.world import World
 
 
@@ -37,6 +39,7 @@ def configure(world: World, run: Run, settings: RunSettings) -> Refusal | None:
         return refusal
     waiting = letting_in.configure(world, run, settings)
     run.settings = settings
+    ending.complete(world, run)
     run.ended = False
     mix = Mix(settings.target_mix, world.config.queue.max_strata)
     mix.dispatched, mix.consumed = run.mix.dispatched, run.mix.consumed
@@ -63,10 +66,7 @@ def report_step(world: World, run: Run, report: StepReport) -> Refusal | None:
     if run.phase.advance(report.step, report.policy_entropy):
         world.record("info", "phase_changed", run=run.run_id, phase=run.phase.phase.name, step=report.step)
     if advanced:
-        promoted = lifecycle.promote_through(world, run, report.step)
-        if promoted:
-            world.record("info", "promoted", run=run.run_id, step=report.step, rollouts=promoted)
-            budgeting.enforce(world, run)  # running work changed its class, and classes have ceilings
+        promoting.begin(world, run)
     colocation.follow(world, run)
     world.dirty = True
     return None
@@ -94,10 +94,8 @@ def update(world: World, run: Run, updates: tuple[RolloutUpdate, ...]) -> Refusa
 
 
 def end_run(world: World, run: Run) -> None:
-    run.ended = True
     watch.end_run(world, run)
-    for rollout in list(run.rollouts.values()):
-        lifecycle.cancel(world, rollout, Outcome.RUN_ENDED)
+    ending.begin(world, run)
     publishing.orphan(world, run, f"run {run.run_id!r} has ended", pushed_only=False)
     colocation.follow(world, run)
     world.record("info", "run_ended", run=run.run_id)
@@ -126,7 +124,7 @@ def _set_step(world: World, rollout: Rollout, step: int) -> None:
             del run.by_step[rollout.needed_by_step]
     rollout.needed_by_step = step
     lifecycle.note_step(world, rollout)
-    lifecycle.promote_through(world, run, run.step)
+    promoting.begin(world, run)
 
 
 def _check_settings(settings: RunSettings) -> Refusal | None:

@@ -125,6 +125,8 @@ class World:
         self.unseen: dict[Lineage, Run] = {}  # where waiting work is still to be looked at after a change of version
         self.stirred: dict[Run, None] = {}  # where somebody else may be let in now: see `letting_in`
         self.place_at = -math.inf  # of the newest PLACE timer
+        self.promoting: dict[Run, int] = {}  # runs with work that its step needs and is not CRITICAL yet: how many are
+        self.ending: dict[Run, list[Rollout]] = {}  # runs that have ended: what is still to be cancelled
         self.reordering: dict[Entry, None] = {}  # entries whose key is by weights that hold no longer
         self.rules_timer: Timer | None = None  # when rules are looked at; None: there are none
         self.last_calls_since = -math.inf  # when engines began to be let go after an update: see `updating`

@@ -1,0 +1,60 @@
+"""A run with much waiting ends a slice at a time, and none of it starts meanwhile."""
+
+from __future__ import annotations
+
+from rolloutd.scheduler.ending import SLICE_ROLLOUTS
+from rolloutd.scheduler.events import EndRun, Tick
+from rolloutd.scheduler.states import Outcome
+from tests.scheduler.kit import RUN, Bench, engine, spec, specs
+
+COUNT = 2 * SLICE_ROLLOUTS + 1
+
+
+def crowded() -> Bench:
+    """One slot, taken; `COUNT` wait."""
+    bench = Bench(engine(slots=1))
+    bench.run(spec("runs"))
+    bench.submit(*specs("q", COUNT))
+    bench.tick()
+    return bench
+
+
+def outcomes(bench: Bench) -> list[Outcome]:
+    return [bench.result(rollout_id).outcome for rollout_id in bench.ended]
+
+
+def test_it_ends_a_slice_at_a_time() -> None:
+    bench = crowded()
+    bench.do(EndRun(RUN))
+    counts = [len(bench.ended)]
+    while bench.core.wants_tick:
+        bench.do(Tick())
+        counts.append(len(bench.ended))
+    # The one that runs is among the first; it ends when its engine says so.
+    assert counts[:3] == [SLICE_ROLLOUTS - 1, 2 * SLICE_ROLLOUTS - 1, COUNT]
+    assert set(outcomes(bench)) == {Outcome.RUN_ENDED}
+
+
+def test_nothing_of_it_starts_before_its_turn() -> None:
+    bench = crowded()
+    bench.do(EndRun(RUN))
+    bench.finish("runs")  # its slot is free
+    assert not bench.tick()
+    assert len(bench.ended) == COUNT + 1
+
+
+def test_a_run_that_goes_on_has_ended_before() -> None:
+    bench = crowded()
+    bench.do(EndRun(RUN))
+    bench.configure()
+    assert len(bench.ended) == COUNT and not bench.core._world.ending
+    bench.finish("runs")
+    assert [one.rollout_id for one in bench.run(spec("new"))] == ["new"]
+
+
+def test_a_second_end_changes_nothing() -> None:
+    bench = crowded()
+    bench.do(EndRun(RUN))
+    bench.do(EndRun(RUN))
+    bench.tick()
+    assert len(bench.ended) == COUNT
