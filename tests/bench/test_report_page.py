@@ -171,6 +171,10 @@ def test_a_page_says_what_is_missing_lost_and_not_met(tmp_path: Path, capsys: py
     ]  # fmt: skip
     ablation = {"core": "compiled core", "seeds": 3, "rows": rows, "without_switch": {"length priors": "why"}}
     (inputs / "ablation.txt").write_text(json.dumps(ablation), encoding="utf-8")
+    points = {"alike": {"default": 3.0}}
+    mix = {"window": 256, "seeds": 1, "rounding_points": 0.4, "in_order_of_mix_points": {"alike": 1.5}}
+    mix |= dict.fromkeys(("mean_points", "worst_points", "dispatched_points"), points)
+    (inputs / "mix.txt").write_text(json.dumps(mix), encoding="utf-8")
     stale = tmp_path / "docs" / "figures" / "report-wire.png"
     stale.parent.mkdir(parents=True)
     stale.write_text("of an earlier run", encoding="utf-8")
@@ -180,6 +184,7 @@ def test_a_page_says_what_is_missing_lost_and_not_met(tmp_path: Path, capsys: py
     assert "- Q1 cold, makespan / bound: sticky 1.2" in text and "oracle 1" not in text
     assert "- core has not run here: `make bench-core`" in text
     assert "had 3 of the 10 seeds" in text
+    assert "by 1.50 (alike lengths): more than the bar" in text and "| alike | default | 3.00 | 3.00 | 3.00 |" in text
     assert "| moves | Q3 settled | critical / its bound | 1.200 | +0.100 ± 0.010 | **helps** |" in text
     shown = {path.name for path in stale.parent.iterdir()}
     assert shown == {"report-steps.png", "report-pairs.png", "report-ablation.png"}
