@@ -11,6 +11,8 @@ What this module does not know: where the rollout goes next.
 
 from __future__ import annotations
 
+from typing import Final
+
 from rolloutd.scheduler import budgeting, lengths, lifecycle, publishing, queueing, time_slice, versions
 from rolloutd.scheduler.actions import Progressed
 from rolloutd.scheduler.engine import Engine
@@ -26,7 +28,7 @@ from rolloutd.scheduler.views import DecisionKind
 from rolloutd.scheduler.world import World
 
 RETRY_AFTER_SECONDS = 5.0
-QUIET_GROWTH = 1.25  # in place of `lengths.GROWTH` where no sibling waits: what it writes says little about others
+QUIET_GROWTH: Final = 1.25  # in place of `lengths.GROWTH` where no sibling waits: it says little about others
 # Stands, whatever came back. Also of a group that has enough: it keeps exactly as many as its caller said.
 CALLERS_WORD = frozenset({AbortReason.CANCEL, AbortReason.RUN_ENDED, AbortReason.DEADLINE, AbortReason.SURPLUS})
 

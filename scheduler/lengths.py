@@ -27,24 +27,24 @@ from rolloutd.scheduler.states import TaskType
 
 Kind = tuple[TaskType, str]  # task type and stratum: what is alike in length
 MAX_PROMPTS = 65_536
-BETWEEN_SHARE = 0.71  # of the variance of log-length, between prompts
+BETWEEN_SHARE: Final = 0.71  # of the variance of log-length, between prompts
 START_VARIANCE = 1.0  # of log-length, before there are data: W1's is 0.98, W2's 0.72
 LEAST_VARIANCE, MOST_VARIANCE = 0.2, 3.0
-UNKNOWN_SHARE = 1 / 8  # of max_new_tokens: median length before there are data
+UNKNOWN_SHARE: Final = 1 / 8  # of max_new_tokens: median length before there are data
 ENOUGH_SAMPLES = 32  # finished and running, before the task's own mean and variance are believed
 OLD_SAMPLES = 16  # a prompt's history counts as at most this many; older epochs fade
-ROUNDS = 3
+ROUNDS: Final = 3
 CALM_SAMPLES, CALM_SECONDS = 256, 4  # a kind with so many finished ones is re-estimated so often
-GROWTH = 1.1  # a running rollout's tokens are looked at again when they grew by this
+GROWTH: Final = 1.1  # a running rollout's tokens are looked at again when they grew by this
 # A step of some hundred rollouts ends with the longest of them, so what counts is how long one may be once in 1,000 times.
-WORST_SHARE = 0.001
-LEAST_SHARE = 1e-15
+WORST_SHARE: Final = 0.001
+LEAST_SHARE: Final = 1e-15
 
-NORMAL = NormalDist()
-DENSITY = 1.0 / math.sqrt(2.0 * math.pi)  # of the standard normal at 0
-SQRT_HALF = math.sqrt(0.5)
+NORMAL: Final = NormalDist()
+DENSITY: Final = 1.0 / math.sqrt(2.0 * math.pi)  # of the standard normal at 0
+SQRT_HALF: Final = math.sqrt(0.5)
 ERFC: Final = math.erfc  # compiled, found once and not at each call
-WORST_DEVIATIONS = -NORMAL.inv_cdf(WORST_SHARE)
+WORST_DEVIATIONS: Final = -NORMAL.inv_cdf(WORST_SHARE)
 
 
 class _Task:

@@ -6,8 +6,9 @@ What this module does not know: what is counted.
 from __future__ import annotations
 
 import math
+from typing import Final
 
-WINDOW_SECONDS = 10.0
+WINDOW_SECONDS: Final = 10.0
 
 
 class Meter:

@@ -15,9 +15,11 @@ What this module does not know: claims and budgets (`permit.py`), which count wh
 
 from __future__ import annotations
 
+from typing import Final
+
 # SGLang 0.5.23: SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION, SGLANG_INIT_NEW_TOKEN_RATIO, SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR and
 # SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS, at a --schedule-conservativeness of 1.
-CLIPPED_TOKENS = 4096
+CLIPPED_TOKENS: Final = 4096
 FIRST_SHARE = 0.7
 LAST_SHARE = 0.7 * 0.14
 SHARE_DECAY_STEPS = 600

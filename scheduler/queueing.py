@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import Final
 
 from rolloutd.scheduler import computing, staleness, turns, versions
 from rolloutd.scheduler.entry import Entry, EntryKey
@@ -25,8 +26,8 @@ from rolloutd.scheduler.timers import TimerKind
 from rolloutd.scheduler.versions import ANYTHING
 from rolloutd.scheduler.world import World, label_key
 
-HITS_FRESH_SECONDS = 1.0  # an entry's prefix hits are looked up again after this
-REKEY_FACTOR = 1.1  # an expected length that moved by less since it was keyed does not change an entry's place
+HITS_FRESH_SECONDS: Final = 1.0  # an entry's prefix hits are looked up again after this
+REKEY_FACTOR: Final = 1.1  # an expected length that moved by less since it was keyed does not change an entry's place
 
 
 def put(world: World, rollout: Rollout) -> None:
