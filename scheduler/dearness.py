@@ -8,10 +8,12 @@ What this module does not know: what is cached.
 
 from __future__ import annotations
 
+from typing import Final
+
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
 
-CHEAP_PREFILL = 0.05  # dearness never falls below this: among equals a cached prefix is still better than none
+CHEAP_PREFILL: Final = 0.05  # dearness never falls below this: among equals a cached prefix is still better than none
 
 
 def dearness(entry: Entry, engine: Engine) -> float:
