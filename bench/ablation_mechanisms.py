@@ -88,12 +88,6 @@ MECHANISMS: tuple[Mechanism, ...] = (
         {"Q3": _MIXED, f"Q3{SETTLED}": _MIXED},
     ),
     Mechanism(
-        "moves",
-        "lower classes leave the engines of a step's last rollouts (`policy.tail_moves`)",
-        {"policy": {"tail_moves": False}},
-        {f"Q3{SETTLED}": _MIXED},
-    ),
-    Mechanism(
         "reserved short slots",
         "a slot per engine for short work (`scheduler.reserved_short_slots`)",
         {"queue": {"reserved_short_slots": 0}},
@@ -122,6 +116,12 @@ MECHANISMS: tuple[Mechanism, ...] = (
             "Q2": ("makespan_over_bound", "prefix_hit"),
             "Q4": ("session_mean_seconds", "makespan_over_bound", "prefix_hit"),
         },
+    ),
+    Mechanism(
+        "nothing computed twice",
+        "what no engine has cached goes before what another one has (`scheduler.spare_duplicates`)",
+        {"queue": {"spare_duplicates": False}},
+        {"Q2": ("makespan_over_bound", "prefix_hit")},
     ),
     Mechanism(
         "waiting",

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from rolloutd.scheduler import gates, queueing, turns
 from rolloutd.scheduler.common_prefix import common_hit
 from rolloutd.scheduler.considered import Row
+from rolloutd.scheduler.dearness import dearness
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.lanes import HEADS_PER_LANE
@@ -32,7 +33,6 @@ MAX_HOLDING_SCORED = 2
 DEEP_HEADS_PER_LANE = 32  # entries looked at where the first ones wait for an engine or a prefix of their own
 DEEP_PAUSE_SECONDS = 0.1  # between two looks behind the first entries of lanes that found nothing
 PROBES = 16  # engines with room drawn at random, of which the emptiest is scored; as many of those with the longest hit
-CHEAP_PREFILL = 0.05  # dearness never falls below this: among equals a cached prefix is still better than none
 HEADS = (1, HEADS_PER_LANE, DEEP_HEADS_PER_LANE)  # of each lane, in one look after the other
 
 
@@ -45,6 +45,7 @@ class Look:
         "emptiest",
         "engine",
         "entry",
+        "longest_tokens",
         "many",
         "score",
         "tie",
@@ -61,6 +62,7 @@ class Look:
         "_roomy",
         "_rows",
         "_run",
+        "_spares",
         "_terms",
         "_world",
     )
@@ -72,7 +74,8 @@ class Look:
         self.emptiest: list[Engine] = []
         self.score = -1e9
         self.tie: float | None = None  # drawn when a second pair has the same score
-        self.common_tokens = 0
+        self.common_tokens = 0  # of the entry that is best so far: on every engine
+        self.longest_tokens = 0  # and on the one that has most, 0 where that does not matter
         self.entry: Entry | None = None
         self.engine: Engine | None = None
         self.claim = 0
@@ -91,6 +94,7 @@ class Look:
         # Of engine terms one adds: at most the share of the longest hit here. One takes away: at least the emptiest's slots.
         self._prefix_weight = max(0.0, weights.prefix)
         self._least_cost = weights.cost * roomy.least_fill if weights.cost > 0.0 else 0.0
+        self._spares = world.config.queue.spare_duplicates
         self._common = -1
         self._diverse: dict[str, float] = {}  # by stratum, of those asked for
         self._rows: list[Row] = []
@@ -150,8 +154,9 @@ class Look:
         dear = dearness(entry, engine)
         slots_fill = (engine.slots_used + 1) / engine.facts.slots
         kv_fill = (engine.kv_claimed_tokens + claim) / capacity if capacity else 0.0
+        longest = segments[0][1] if segments and self._spares and not entry.resumed else 0
         score = entry.fixed + engine_total(
-            self.weights, hit - self._common, entry.prompt_tokens, dear, slots_fill, kv_fill
+            self.weights, hit - self._common, longest - hit, entry.prompt_tokens, dear, slots_fill, kv_fill
         )
         if entry.resumed:
             # What an interrupted rollout has in a cache it does not lose by waiting: it says where to go on, not when.
@@ -171,6 +176,7 @@ class Look:
         self.score = score
         self.entry, self.engine, self.claim = entry, engine, claim
         self.common_tokens = self._common
+        self.longest_tokens = longest
         self.told = self._rows
         return gate
 
@@ -338,16 +344,3 @@ def _sum_up(sofar: Gate, gate: Gate) -> Gate:
     if sofar is Gate.OPEN or (gate is Gate.NO_ENGINE and sofar is not Gate.NO_ENGINE):
         return sofar
     return gate
-
-
-def dearness(entry: Entry, engine: Engine) -> float:
-    """rho of WORKLOADS B.3, clipped: seconds to compute this prompt over the engine time that decoding one output takes.
-
-    An output of L tokens takes L x seconds per token, shared with the others of its batch. 1 before speeds are known.
-    """
-    if not engine.prefill_tokens_per_second or not engine.decode_seconds_per_token:
-        return 1.0
-    prefill = entry.prompt_tokens / engine.prefill_tokens_per_second
-    batch = max(1, engine.facts.slots)
-    decode = entry.expected_tokens * engine.decode_seconds_per_token / batch
-    return min(1.0, max(CHEAP_PREFILL, prefill / decode)) if decode > 0.0 else 1.0

@@ -17,7 +17,6 @@ from rolloutd.scheduler import (
     consumers,
     letting_in,
     lifecycle,
-    moving,
     publishing,
     queueing,
     updating,
@@ -182,7 +181,6 @@ def _keep_run(world: World, run: Run) -> None:
     if run.lengths.note_second() and not run.reviewed:
         run.reviewed = list(run.entries.values())
     queueing.review_lengths(world, run, REVIEWED_ENTRIES)
-    moving.clear_tail(world, run)
     _watch_capacity(world, run)
     for group_id in list(run.idle_groups):
         group = run.groups.get(group_id)

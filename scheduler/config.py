@@ -39,6 +39,9 @@ class QueueSettings:
     max_defer_seconds: float = 5.0  # REUSABLE held for a prefix somebody computes
     leader_timeout_seconds: float = 20.0  # siblings stop waiting for their leader's first token
     min_shared_tokens: int = 32  # prefixes shorter than this are not worth waiting for
+    spare_duplicates: bool = (
+        True  # what no engine has cached goes before what another one has, see `scoring/duplicate.py`
+    )
     large_reserve_seconds: float = 10.0  # a rollout too large for any gap gets an engine kept free for it after this
     decision_ring: int = 4096
     max_strata: int = 64
@@ -74,7 +77,6 @@ class PolicySettings:
     stable_tail_slowdown: float = 0.02
     tail_doubt: float = 2.0  # what is left of rollouts may be so many times what is expected; 0: expect nothing
     tail_next_slowdown: float = 0.1  # the same for rollouts that the next step needs
-    tail_moves: bool = True  # lower classes leave the engines of a step's last rollouts for others with room
     cold_start_tail_fill: float = 0.0  # share of slots in use then, before an engine's decode curve is known
     stable_tail_fill: float = 0.25
     cold_start_prefix_ttl_versions: int = 0  # of use only where publications keep engines' caches

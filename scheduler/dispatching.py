@@ -33,6 +33,7 @@ def dispatch(world: World, look: Look, batch_id: int) -> None:
         raise AssertionError("nothing was chosen")
     facts = queueing.entry_facts(world, entry)
     facts.common_tokens = look.common_tokens
+    facts.longest_tokens = look.longest_tokens
     run = entry.run
     rollout = entry.members[0]
     expected = entry.expected_tokens

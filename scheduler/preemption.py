@@ -191,7 +191,7 @@ def _victims(world: World, run: Run, pool: str, gate: Gate, min_run_seconds: flo
             continue
         guarded = (
             not settings.enabled
-            or rollout.yielded - rollout.moved >= settings.max_per_rollout
+            or rollout.yielded >= settings.max_per_rollout
             or world.now - attempt.dispatched_at < min_run_seconds
         )
         if guarded and not (rollout.run is run and rollout.rollout_class in opened):

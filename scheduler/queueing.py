@@ -14,6 +14,7 @@ from functools import partial
 from typing import Final
 
 from rolloutd.scheduler import computing, staleness, turns, versions
+from rolloutd.scheduler.dearness import dearness
 from rolloutd.scheduler.entry import Entry, EntryKey
 from rolloutd.scheduler.group import Group
 from rolloutd.scheduler.lanes import MAX_AFFINE_ENGINES, Backlog
@@ -193,6 +194,12 @@ def order(world: World, entry: Entry, expected: bool = False) -> None:
     if entry.segments:
         for engine, hit in world.index.longest(entry.segments, MAX_AFFINE_ENGINES):
             bonuses.append((engine, hit * bonus))
+        pace = world.room(entry.pool).paced_by
+        if pace is not None and world.config.queue.spare_duplicates and not entry.resumed:
+            # In its lane it stands as it counts on engines that have nothing of it.
+            duplicate = entry.segments[0][1] * bonus * dearness(entry, pace)
+            entry.static_key += duplicate
+            bonuses = [(engine, one + duplicate) for engine, one in bonuses]
     backlog.order(entry, world.next_sequence(), entry.arrival, bonuses)
     world.dirty = True
 

@@ -141,7 +141,6 @@ class Rollout:
         "in_window",
         "kind",
         "last_batch_id",
-        "moved",
         "max_new_tokens",
         "needed_by_step",
         "outgrown",
@@ -215,7 +214,6 @@ class Rollout:
             0  # how often it left because claims had outgrown a KV ceiling: it claims twice as much each time
         )
         self.yielded = 0  # of these, how often it was for other work
-        self.moved = 0  # and of these, only to go on elsewhere at once
         self.excluded: frozenset[str] = NOBODY  # engines that failed this rollout
         self.pieces: list[Piece] = []
         self.pieces_by: list[tuple[str, int]] = []  # (engine id, attempt number) of each piece

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rolloutd.scheduler.scoring import cost, diversity, prefix, urgency, waiting
+from rolloutd.scheduler.scoring import cost, diversity, duplicate, prefix, urgency, waiting
 from rolloutd.scheduler.scoring.facts import Facts
 from rolloutd.scheduler.scoring.total import (
     EntryTerms,
@@ -51,6 +51,7 @@ class Term(NamedTuple):
 
 TERMS: tuple[Term, ...] = (
     Term("prefix", "prefix", 1, True, prefix.score),
+    Term("duplicate", "prefix", -1, True, duplicate.score),
     Term("urgency", "critical", 1, False, urgency.score),
     Term("waiting", "waiting", 1, False, waiting.score),
     Term("diversity", "diversity", 1, False, diversity.score),

@@ -8,7 +8,8 @@ from rolloutd.scheduler.states import RolloutClass
 class Facts:
     """Filled by the placement for one entry, then for each engine considered.
 
-    Engine side: hit_tokens (cached there), common_tokens (cached on every open engine), slots_fill and kv_fill (after
+    Engine side: hit_tokens (cached there), common_tokens (cached on every open engine),
+    longest_tokens (on the one that has most, 0 where that does not matter), slots_fill and kv_fill (after
     placing, in [0,1]), dearness (cost of computing this prompt against decoding its output, in [0,1]).
     Entry side: the rest. token_seconds: of one sequence in this pool, 0 before it was measured. slack_seconds is
     deadline - now - expected running time; None without a deadline.
@@ -22,6 +23,7 @@ class Facts:
         "expected_tokens",
         "hit_tokens",
         "kv_fill",
+        "longest_tokens",
         "prompt_tokens",
         "rollout_class",
         "slack_seconds",
@@ -49,6 +51,7 @@ class Facts:
         self.target_share = 0.0
         self.hit_tokens = 0
         self.common_tokens = 0
+        self.longest_tokens = 0
         self.dearness = 1.0
         self.slots_fill = 0.0
         self.kv_fill = 0.0

@@ -9,7 +9,7 @@ What this module does not know: entries and engines.
 
 from __future__ import annotations
 
-from rolloutd.scheduler.scoring import cost, diversity, prefix, urgency, waiting
+from rolloutd.scheduler.scoring import cost, diversity, duplicate, prefix, urgency, waiting
 from rolloutd.scheduler.scoring.facts import Facts
 from rolloutd.scheduler.states import RolloutClass
 
@@ -38,7 +38,8 @@ def entry_score(facts: Facts, weights: Weights) -> float:
 
 def engine_score(facts: Facts, weights: Weights) -> float:
     """The part of the score that depends on the engine."""
-    return weights.prefix * clamp(prefix.score(facts)) - weights.cost * clamp(cost.score(facts))
+    reuse = clamp(prefix.score(facts)) - clamp(duplicate.score(facts))
+    return weights.prefix * reuse - weights.cost * clamp(cost.score(facts))
 
 
 def clamp(value: float) -> float:
@@ -87,8 +88,20 @@ class EntryTerms:
 
 
 def engine_total(
-    weights: Weights, uncommon_tokens: int, prompt_tokens: int, dearness: float, slots_fill: float, kv_fill: float
+    weights: Weights,
+    uncommon_tokens: int,
+    missing_tokens: int,
+    prompt_tokens: int,
+    dearness: float,
+    slots_fill: float,
+    kv_fill: float,
 ) -> float:
-    """`engine_score` from plain numbers. uncommon_tokens: of the hit, those that not every engine has."""
+    """`engine_score` from plain numbers. uncommon_tokens: of the hit, those that not every engine has.
+
+    missing_tokens: of the longest hit, what is not cached here.
+    """
     served = slots_fill if slots_fill > kv_fill else kv_fill
-    return weights.prefix * clamp(prefix.saved(uncommon_tokens, prompt_tokens, dearness)) - weights.cost * clamp(served)
+    reuse = clamp(prefix.saved(uncommon_tokens, prompt_tokens, dearness))
+    if missing_tokens > 0:
+        reuse -= clamp(prefix.saved(missing_tokens, prompt_tokens, dearness))
+    return weights.prefix * reuse - weights.cost * clamp(served)

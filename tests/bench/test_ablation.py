@@ -64,8 +64,8 @@ def test_the_command_runs_on_and_off_and_ends_in_json(
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     (row,) = found["rows"]
     assert row["mechanism"] == "hold for prefix" and row["values"] == [0.25, 0.26, 0.27] and row["verdict"] == "helps"
-    assert ablation.main(["--mechanisms", "moves", "--seeds", "1"]) == 0
+    assert ablation.main(["--mechanisms", "quiet tail", "--seeds", "1"]) == 0
     assert seen[-1][1:] == (0, f"Q3{SETTLED}"), "in the phase where it does something"
     with pytest.raises(SystemExit):
-        ablation.main(["--mechanisms", "moves", "--workloads", "Q1"])
-    assert f"show in Q3{SETTLED}" in capsys.readouterr().err
+        ablation.main(["--mechanisms", "quiet tail", "--workloads", "Q1"])
+    assert f"Q3{SETTLED}" in capsys.readouterr().err

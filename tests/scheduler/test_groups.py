@@ -344,3 +344,21 @@ def test_siblings_go_elsewhere_when_their_leaders_engine_is_full() -> None:
         bench.write(one.rollout_id, 1)
     bench.tick()
     assert len(bench.live) == 4
+
+
+@pytest.mark.parametrize(("spare", "first"), [(True, "fresh"), (False, "g")], ids=["spared", "switched off"])
+def test_what_no_engine_has_goes_before_what_another_one_has(spare: bool, first: str) -> None:
+    """A slot frees on the engine that lacks a prompt which the full one has, and a prompt that nobody has waits too."""
+    bench = Bench(*engines(2, 1), settings=config(queue={"spare_duplicates": spare}))
+    for name in ("e0", "e1"):  # computing a prompt is dear
+        one = bench.engine(name)
+        one.prefill_tokens_per_second, one.decode_seconds_per_token = 100.0, 0.01
+        assert one.room is not None
+        one.room.note_pace(one)
+    bench.run(spec("other"))
+    (leader,) = bench.run(spec("g", LONG_PROMPT, samples=2))
+    bench.submit(spec("fresh", LONG_PROMPT))
+    assert not bench.tick()
+    bench.finish("other")
+    (next_one,) = bench.tick()
+    assert next_one.engine_id != leader.engine_id and next_one.rollout_id.split("/")[0] == first

@@ -38,6 +38,7 @@ def any_facts(draw: st.DrawFn) -> Facts:
     facts.prompt_tokens = draw(COUNTS)
     facts.hit_tokens = draw(COUNTS)
     facts.common_tokens = draw(COUNTS)
+    facts.longest_tokens = draw(COUNTS)
     facts.expected_tokens = draw(SIZES)
     facts.worst_tokens = draw(SIZES)
     facts.expected_seconds = draw(SIZES)
@@ -102,7 +103,10 @@ def test_from_plain_numbers_the_score_is_the_same(
     plain = terms.score(queued_at, deadline_at, facts.expected_tokens, facts.worst_tokens, facts.steps_away, diverse)
     assert plain == pytest.approx(entry_score(facts, weights), abs=1e-9, rel=1e-9)
     uncommon = facts.hit_tokens - facts.common_tokens
-    total = engine_total(weights, uncommon, facts.prompt_tokens, facts.dearness, facts.slots_fill, facts.kv_fill)
+    missing = facts.longest_tokens - facts.hit_tokens
+    total = engine_total(
+        weights, uncommon, missing, facts.prompt_tokens, facts.dearness, facts.slots_fill, facts.kv_fill
+    )
     assert total == pytest.approx(engine_score(facts, weights), abs=1e-9, rel=1e-9)
 
 
@@ -145,9 +149,9 @@ def term(name: str) -> Term:
     return next(one for one in TERMS if one.name == name)
 
 
-def test_names_are_unique_and_cost_counts_against() -> None:
+def test_names_are_unique_and_costs_count_against() -> None:
     assert len({one.name for one in TERMS}) == len(TERMS)
-    assert [one.name for one in TERMS if one.sign < 0] == ["cost"]
+    assert [one.name for one in TERMS if one.sign < 0] == ["duplicate", "cost"]
 
 
 def test_prefix_credit_is_marginal_and_worth_what_computing_costs() -> None:
@@ -155,6 +159,14 @@ def test_prefix_credit_is_marginal_and_worth_what_computing_costs() -> None:
     assert prefix(facts_of(prompt_tokens=100, hit_tokens=80)) == pytest.approx(0.8)
     assert prefix(facts_of(prompt_tokens=100, hit_tokens=80, common_tokens=80)) == 0.0
     assert prefix(facts_of(prompt_tokens=100, hit_tokens=80, dearness=0.5)) == pytest.approx(0.4)
+
+
+def test_computing_again_what_another_engine_has_costs_what_is_missing_here() -> None:
+    duplicate = term("duplicate").score
+    assert duplicate(facts_of(prompt_tokens=100, longest_tokens=80)) == pytest.approx(0.8)
+    assert duplicate(facts_of(prompt_tokens=100, longest_tokens=80, hit_tokens=60, dearness=0.5)) == pytest.approx(0.1)
+    assert duplicate(facts_of(prompt_tokens=100, longest_tokens=80, hit_tokens=80)) == 0.0
+    assert duplicate(facts_of(prompt_tokens=100)) == 0.0
 
 
 def test_urgency_grows_as_slack_shrinks() -> None:

@@ -1,4 +1,4 @@
-"""The last rollouts of a step: how many others run beside them, and who leaves them alone."""
+"""The last rollouts of a step: how many others run beside them."""
 
 from __future__ import annotations
 
@@ -166,39 +166,3 @@ def test_background_leaves_room_to_what_the_next_step_needs_although_the_trainer
     bench.finish("next1")
     bench.tick()
     assert len(beside(bench)) == 8
-
-
-def crowded(count: int = 2, **policy: Any) -> Bench:
-    """Background fills the engine on which the step's last rollout turns out to run; others may have room."""
-    bench = Bench(*engines(count, 16), settings=config(policy=policy, queue={"reserved_short_slots": 0}))
-    teach(bench, *(f"e{index}" for index in range(count)))
-    bench.run(spec("last", max_new_tokens=3_000))
-    bench.run(*specs("b", 8, BACKGROUND, max_new_tokens=4_000))
-    bench.step(1, TrainerState.WAITING)
-    return bench
-
-
-def test_background_moves_away_from_the_last_rollout_of_a_step() -> None:
-    bench = crowded()
-    last = bench.live["last"].engine_id
-    assert last in beside(bench)
-    bench.pass_time(4.0)
-    bench.stop_aborted(5)
-    bench.pass_time(4.0)
-    assert len(beside(bench)) == 8 and last not in beside(bench)
-    moved = [bench.core._world.runs["run"].rollouts[f"b{index}"] for index in range(8)]
-    assert any(one.moved for one in moved) and all(
-        one.yielded == one.moved for one in moved
-    )  # may yield as often as ever
-    bench.finish("last")
-    for rollout_id in [one for one in bench.live if one.startswith("b")]:
-        bench.finish(rollout_id)
-    assert all(len(bench.result(f"b{index}").token_bytes) for index in range(8))
-
-
-@pytest.mark.parametrize(("count", "moves"), [(1, True), (2, False)], ids=["no room elsewhere", "switched off"])
-def test_background_stays_where_it_is(count: int, moves: bool) -> None:
-    bench = crowded(count, tail_moves=moves)
-    before = beside(bench)
-    bench.pass_time(6.0)
-    assert not bench.leaving() and beside(bench) == before
