@@ -16,6 +16,8 @@ What this module does not know: memory, other engines.
 
 from __future__ import annotations
 
+from typing import Final
+
 from rolloutd.scheduler import lifecycle
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.events import EngineLoad
@@ -23,10 +25,10 @@ from rolloutd.scheduler.states import SHORT_TASKS, AbortReason, RolloutState
 from rolloutd.scheduler.world import World
 
 # A prefill pass of the largest usual chunk (16k tokens) ends within this on any engine worth having.
-FULL_AFTER_SECONDS = 1.0
-FIRST_RAISE_SECONDS = 1.0
-LAST_RAISE_SECONDS = 60.0
-RAISE_DIVISOR = 32  # a raise is this part of the slots, at least 1
+FULL_AFTER_SECONDS: Final = 1.0
+FIRST_RAISE_SECONDS: Final = 1.0
+LAST_RAISE_SECONDS: Final = 60.0
+RAISE_DIVISOR: Final = 32  # a raise is this part of the slots, at least 1
 
 
 def note_load(world: World, engine: Engine, load: EngineLoad) -> None:

@@ -27,10 +27,10 @@ from rolloutd.scheduler.timers import TimerKind
 from rolloutd.scheduler.views import DecisionKind
 from rolloutd.scheduler.world import World
 
-RETRY_AFTER_SECONDS = 5.0
+RETRY_AFTER_SECONDS: Final = 5.0
 QUIET_GROWTH: Final = 1.25  # in place of `lengths.GROWTH` where no sibling waits: it says little about others
 # Stands, whatever came back. Also of a group that has enough: it keeps exactly as many as its caller said.
-CALLERS_WORD = frozenset({AbortReason.CANCEL, AbortReason.RUN_ENDED, AbortReason.DEADLINE, AbortReason.SURPLUS})
+CALLERS_WORD: Final = frozenset({AbortReason.CANCEL, AbortReason.RUN_ENDED, AbortReason.DEADLINE, AbortReason.SURPLUS})
 
 
 def progress(world: World, event: AttemptProgress) -> None:

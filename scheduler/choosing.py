@@ -13,6 +13,7 @@ What this module does not know: whose turn it is, and what is done with the pair
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from rolloutd.scheduler import gates, queueing, turns
 from rolloutd.scheduler.common_prefix import common_hit
@@ -29,11 +30,13 @@ from rolloutd.scheduler.views import DecisionKind
 from rolloutd.scheduler.world import World
 
 MAX_ENGINES_SCORED = 5  # for one entry; of more with room, `MAX_HOLDING_SCORED` with a hit and the emptiest
-MAX_HOLDING_SCORED = 2
-DEEP_HEADS_PER_LANE = 32  # entries looked at where the first ones wait for an engine or a prefix of their own
-DEEP_PAUSE_SECONDS = 0.1  # between two looks behind the first entries of lanes that found nothing
-PROBES = 16  # engines with room drawn at random, of which the emptiest is scored; as many of those with the longest hit
-HEADS = (1, HEADS_PER_LANE, DEEP_HEADS_PER_LANE)  # of each lane, in one look after the other
+MAX_HOLDING_SCORED: Final = 2
+DEEP_HEADS_PER_LANE: Final = 32  # entries looked at where the first ones wait for an engine or a prefix of their own
+DEEP_PAUSE_SECONDS: Final = 0.1  # between two looks behind the first entries of lanes that found nothing
+PROBES: Final = (
+    16  # engines with room drawn at random, of which the emptiest is scored; as many of those with the longest hit
+)
+HEADS: Final = (1, HEADS_PER_LANE, DEEP_HEADS_PER_LANE)  # of each lane, in one look after the other
 
 
 class Look:

@@ -10,6 +10,8 @@ What this module does not know: the wall clock.
 
 from __future__ import annotations
 
+from typing import Final
+
 from rolloutd.scheduler import (
     attempts,
     budgeting,
@@ -30,11 +32,11 @@ from rolloutd.scheduler.states import AbortReason, Code, Gate, Outcome, RolloutS
 from rolloutd.scheduler.timers import TimerKind
 from rolloutd.scheduler.world import World
 
-HOUSEKEEPING_SECONDS = 1.0
-SWEEP_NODES = 512  # index nodes per housekeeping: well under a millisecond
-REVIEWED_ENTRIES = 128  # per run and housekeeping, where priors of length changed: a millisecond or two
-RETRY_AFTER_SECONDS = 5.0
-MOST_QUIET_SECONDS = 30.0  # between two notices about the same trouble
+HOUSEKEEPING_SECONDS: Final = 1.0
+SWEEP_NODES: Final = 512  # index nodes per housekeeping: well under a millisecond
+REVIEWED_ENTRIES: Final = 128  # per run and housekeeping, where priors of length changed: a millisecond or two
+RETRY_AFTER_SECONDS: Final = 5.0
+MOST_QUIET_SECONDS: Final = 30.0  # between two notices about the same trouble
 
 
 def fire_due(world: World) -> None:

@@ -15,6 +15,7 @@ What this module does not know: why the trainer needs the memory.
 from __future__ import annotations
 
 import enum
+from typing import Final
 
 from rolloutd.scheduler import lifecycle, updating
 from rolloutd.scheduler.engine import Engine
@@ -23,12 +24,12 @@ from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.states import AbortReason, FaultKind, ReleaseMemory, RolloutState, TrainerState, Verb
 from rolloutd.scheduler.world import World
 
-TAGS = {
+TAGS: Final = {
     ReleaseMemory.KV_CACHE: ("kv_cache",),
     ReleaseMemory.KV_CACHE_AND_WEIGHTS: ("kv_cache", "weights"),
 }
 # The engine did not do what it was asked for.
-NOT_TAKEN = frozenset({FaultKind.REFUSED, FaultKind.BUSY, FaultKind.UNREACHED})
+NOT_TAKEN: Final = frozenset({FaultKind.REFUSED, FaultKind.BUSY, FaultKind.UNREACHED})
 
 
 class MemoryState(enum.IntEnum):

@@ -11,15 +11,15 @@ What this module does not know: who waits; entries register by stem and are hand
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rolloutd.scheduler.spec import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from rolloutd.scheduler.entry import Entry
 
-SHORTEST_STEM_TOKENS = 64
-LONGEST_STEM_TOKENS = 1 << 20
+SHORTEST_STEM_TOKENS: Final = 64
+LONGEST_STEM_TOKENS: Final = 1 << 20
 
 Stem = tuple[str, int, int]  # (run id, tokens, hash)
 

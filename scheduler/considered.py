@@ -9,10 +9,11 @@ What this module does not know: why an engine was not considered at all.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from rolloutd.scheduler.scoring import TERMS, Facts, clamp
 
-CANDIDATES_TOLD = 4  # engines a decision tells about
+CANDIDATES_TOLD: Final = 4  # engines a decision tells about
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,4 +71,4 @@ class Considered:
         return tuple(told)
 
 
-NOTHING = Considered(Facts(), [])
+NOTHING: Final = Considered(Facts(), [])

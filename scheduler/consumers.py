@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Final
 
 from rolloutd.scheduler import letting_in, lifecycle, publishing, versions
 from rolloutd.scheduler.actions import Attached, Finished, GroupFinished, NoticeKind
@@ -25,8 +26,8 @@ from rolloutd.scheduler.states import Code, OnStale, Outcome, TrainerState
 from rolloutd.scheduler.timers import TimerKind
 from rolloutd.scheduler.world import World
 
-SMOOTHING = 0.02  # weight of the newest reward in the mean
-DROP_REASON_CHARACTERS = 200
+SMOOTHING: Final = 0.02  # weight of the newest reward in the mean
+DROP_REASON_CHARACTERS: Final = 200
 
 
 def fence(run: Run, epoch: int) -> Refusal | None:

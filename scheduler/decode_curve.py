@@ -14,9 +14,11 @@ changed).
 
 from __future__ import annotations
 
-SIZES = 16  # of batches: the last has all from 2^14 on
-SMOOTHING = 0.1  # weight of the newest measurement in the average of its size
-ENOUGH = 4  # measurements of a size before it counts
+from typing import Final
+
+SIZES: Final = 16  # of batches: the last has all from 2^14 on
+SMOOTHING: Final = 0.1  # weight of the newest measurement in the average of its size
+ENOUGH: Final = 4  # measurements of a size before it counts
 
 
 class DecodeCurve:

@@ -9,6 +9,8 @@ What this module does not know: how the pair was chosen.
 
 from __future__ import annotations
 
+from typing import Final
+
 from rolloutd.scheduler import queueing, turns
 from rolloutd.scheduler.actions import Dispatch
 from rolloutd.scheduler.choosing import Look
@@ -23,7 +25,7 @@ from rolloutd.scheduler.states import Gate, OnPreempt, RolloutClass, RolloutStat
 from rolloutd.scheduler.views import DecisionKind
 from rolloutd.scheduler.world import World
 
-CLASS_NAMES = tuple(one.name for one in RolloutClass)  # by value; an enum's own look-up of its name is dear
+CLASS_NAMES: Final = tuple(one.name for one in RolloutClass)  # by value; an enum's own look-up of its name is dear
 
 
 def dispatch(world: World, look: Look, batch_id: int) -> None:

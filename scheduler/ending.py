@@ -10,13 +10,14 @@ What this module does not know: why the run ends.
 from __future__ import annotations
 
 import sys
+from typing import Final
 
 from rolloutd.scheduler import lifecycle
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.states import Outcome
 from rolloutd.scheduler.world import World
 
-SLICE_ROLLOUTS = 128  # a tick: a few milliseconds
+SLICE_ROLLOUTS: Final = 128  # a tick: a few milliseconds
 
 
 def begin(world: World, run: Run) -> None:

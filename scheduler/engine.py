@@ -13,7 +13,7 @@ What this module does not know: rollouts' classes beyond the counters, budgets, 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rolloutd.scheduler.config import ExecutorSettings
 from rolloutd.scheduler.decode_curve import DecodeCurve
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from rolloutd.scheduler.room import Room
     from rolloutd.scheduler.timers import Timer
 
-MIB = 1 << 20
-CURVE_SECONDS = 0.1  # between two looks at how long a decode step takes
-SPEED_SMOOTHING = 0.2  # weight of the newest sample in the speed averages
-REMEMBERED_LABELS = 16  # of earlier weights: more than any attempt outlives
-MIN_SLOTS_FOR_RESERVE = 8  # an engine smaller than this keeps nothing back
+MIB: Final = 1 << 20
+CURVE_SECONDS: Final = 0.1  # between two looks at how long a decode step takes
+SPEED_SMOOTHING: Final = 0.2  # weight of the newest sample in the speed averages
+REMEMBERED_LABELS: Final = 16  # of earlier weights: more than any attempt outlives
+MIN_SLOTS_FOR_RESERVE: Final = 8  # an engine smaller than this keeps nothing back
 
 
 class Engine:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from rolloutd.scheduler.spec import TOKEN_BYTES
 from rolloutd.scheduler.states import SHORT_TASKS, Gate, RolloutClass, TaskType
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rolloutd.scheduler.timers import Timer
 
 
-CHARACTERS_PER_TOKEN = 3  # a cautious guess for text the engine will tokenise; only for booking
+CHARACTERS_PER_TOKEN: Final = 3  # a cautious guess for text the engine will tokenise; only for booking
 
 
 class EntryKey(NamedTuple):

@@ -10,6 +10,7 @@ What this module does not know: scores, turns, the budget's counters beyond aski
 from __future__ import annotations
 
 import math
+from typing import Final
 
 from rolloutd.scheduler import budgeting, promises, queueing, tail, versions
 from rolloutd.scheduler.engine import Engine
@@ -19,10 +20,10 @@ from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.states import Gate, RolloutClass
 from rolloutd.scheduler.world import World
 
-SHORT_ROOM_TOKENS = 4096  # of an engine's KV tokens, not promised to long work: a few reward queries
-SHORT_ROOM_PART = 16  # and at most this part of them
-MOST_DOUBLINGS = 16  # of a claim: beyond any context
-LED_SECONDS = 2.0  # prefill takes a fraction of this, unless the engine is in trouble
+SHORT_ROOM_TOKENS: Final = 4096  # of an engine's KV tokens, not promised to long work: a few reward queries
+SHORT_ROOM_PART: Final = 16  # and at most this part of them
+MOST_DOUBLINGS: Final = 16  # of a claim: beyond any context
+LED_SECONDS: Final = 2.0  # prefill takes a fraction of this, unless the engine is in trouble
 
 
 class Space:

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 from heapq import heappush
+from typing import Final
 
 from rolloutd.scheduler.index_base import TOKEN_BYTES, EngineCacheMirror, IndexStatistics, Namespace
 from rolloutd.scheduler.index_check import check_index
@@ -38,10 +39,10 @@ from rolloutd.scheduler.index_tree import PrefixForest
 
 __all__ = ["EngineCacheMirror", "IndexStatistics", "Namespace", "PrefixIndex"]
 
-EVICTION_POLICIES = ("lru",)
+EVICTION_POLICIES: Final = ("lru",)
 # Nodes of the bit-cleaning pass that an insert visits per node it has to evict: about 30 us, so that orphans of dropped
 # engines mostly go before live nodes and yet no insert waits for a whole pass.
-PASS_NODES_PER_EVICTION = 32
+PASS_NODES_PER_EVICTION: Final = 32
 
 
 class PrefixIndex(PrefixForest):

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
-TOKEN_BYTES = 4  # one little-endian uint32 id
+TOKEN_BYTES: Final = 4  # one little-endian uint32 id
 
 
 class Namespace(NamedTuple):

@@ -10,6 +10,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Hashable
 from heapq import heappop
+from typing import Final
 
 from rolloutd.scheduler.index_base import TOKEN_BYTES, Namespace
 from rolloutd.scheduler.index_node import (
@@ -25,7 +26,7 @@ from rolloutd.scheduler.index_node import (
 
 # Distinct masks whose engines are remembered; masks repeat a lot, and decoding one of 48 engines takes 8 us. Deep chains
 # that wander over 64 engines have some 10,000; an entry is about 250 bytes.
-MAX_CACHED_MASKS = 16_384
+MAX_CACHED_MASKS: Final = 16_384
 
 
 class PrefixForest:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Final
 
 import numpy as np
 
@@ -29,9 +30,9 @@ from rolloutd.scheduler.spec import TOKEN_BYTES, RolloutSpec
 from rolloutd.scheduler.states import Code, Outcome, RolloutClass, RolloutState, TaskType
 from rolloutd.scheduler.world import PoolLimits, World, largest
 
-MAX_SAMPLES = 4096
-MAX_ID_CHARS = 256
-RETRY_AFTER_SECONDS = 1.0  # a full queue drains within seconds or not at all
+MAX_SAMPLES: Final = 4096
+MAX_ID_CHARS: Final = 256
+RETRY_AFTER_SECONDS: Final = 1.0  # a full queue drains within seconds or not at all
 
 
 def submit(world: World, run: Run, consumer: Consumer, event: SubmitRollouts) -> None:

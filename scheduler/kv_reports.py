@@ -12,6 +12,8 @@ What this module does not know: how reports arrive.
 
 from __future__ import annotations
 
+from typing import Final
+
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.events import KvCacheChanged
 from rolloutd.scheduler.index_base import Namespace
@@ -20,8 +22,8 @@ from rolloutd.scheduler.lineage import Lineage
 from rolloutd.scheduler.world import World
 
 # Blocks recorded per engine, in multiples of its KV capacity: device, host tier (SGLang: twice that by default), spare.
-CAPACITIES = 4
-MOST_BLOCKS = 1 << 20  # of an engine that does not say its capacity
+CAPACITIES: Final = 4
+MOST_BLOCKS: Final = 1 << 20  # of an engine that does not say its capacity
 
 
 def changed(world: World, event: KvCacheChanged) -> None:

@@ -23,23 +23,23 @@ import math
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.states import Gate, TaskType
 
-FRONT = 8  # sorted items kept before the heap, or as many as the longest look took
-HEADS_PER_LANE = 3
-LANES_LOOKED_AT = 6  # with a deadline, and as many without
+FRONT: Final = 8  # sorted items kept before the heap, or as many as the longest look took
+HEADS_PER_LANE: Final = 3
+LANES_LOOKED_AT: Final = 6  # with a deadline, and as many without
 RANK_LOOKS = 8  # looks between two rankings of the lanes
-ENGINES_LOOKED_AT = 4  # whose affinity heaps one look goes into
-HEADS_PER_ENGINE = 2
-MAX_AFFINE_ENGINES = 8  # engines whose affinity heap one entry enters
-COMPACT_MINIMUM = 64
+ENGINES_LOOKED_AT: Final = 4  # whose affinity heaps one look goes into
+HEADS_PER_ENGINE: Final = 2
+MAX_AFFINE_ENGINES: Final = 8  # engines whose affinity heap one entry enters
+COMPACT_MINIMUM: Final = 64
 
 Item = tuple[float, int, int, Entry]  # (key, tie-break, sequence, entry)
 
-SHUT_OUT = frozenset({Gate.POLICY_VERSION, Gate.STALENESS})  # holds that may last
+SHUT_OUT: Final = frozenset({Gate.POLICY_VERSION, Gate.STALENESS})  # holds that may last
 
 
 class LaneKey(NamedTuple):

@@ -11,13 +11,14 @@ What this module does not know: engines' room, scores, who is next.
 from __future__ import annotations
 
 import math
+from typing import Final
 
 from rolloutd.scheduler.rules.book import NO_KNOBS
 from rolloutd.scheduler.rules.knobs import Knobs
 from rolloutd.scheduler.spec import Budget, Quota
 from rolloutd.scheduler.states import Gate, RolloutClass, TaskType
 
-NO_QUOTA = Quota()
+NO_QUOTA: Final = Quota()
 
 
 class Ledger:

@@ -26,13 +26,13 @@ from typing import Final
 from rolloutd.scheduler.states import TaskType
 
 Kind = tuple[TaskType, str]  # task type and stratum: what is alike in length
-MAX_PROMPTS = 65_536
+MAX_PROMPTS: Final = 65_536
 BETWEEN_SHARE: Final = 0.71  # of the variance of log-length, between prompts
-START_VARIANCE = 1.0  # of log-length, before there are data: W1's is 0.98, W2's 0.72
+START_VARIANCE: Final = 1.0  # of log-length, before there are data: W1's is 0.98, W2's 0.72
 LEAST_VARIANCE, MOST_VARIANCE = 0.2, 3.0
 UNKNOWN_SHARE: Final = 1 / 8  # of max_new_tokens: median length before there are data
-ENOUGH_SAMPLES = 32  # finished and running, before the task's own mean and variance are believed
-OLD_SAMPLES = 16  # a prompt's history counts as at most this many; older epochs fade
+ENOUGH_SAMPLES: Final = 32  # finished and running, before the task's own mean and variance are believed
+OLD_SAMPLES: Final = 16  # a prompt's history counts as at most this many; older epochs fade
 ROUNDS: Final = 3
 CALM_SAMPLES, CALM_SECONDS = 256, 4  # a kind with so many finished ones is re-estimated so often
 GROWTH: Final = 1.1  # a running rollout's tokens are looked at again when they grew by this

@@ -12,6 +12,7 @@ What this module does not know: placement, engines' replies.
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import numpy as np
 
@@ -38,10 +39,10 @@ from rolloutd.scheduler.timers import TimerKind
 from rolloutd.scheduler.views import DecisionKind
 from rolloutd.scheduler.world import World
 
-RETRY_AFTER_SECONDS = 5.0
-FINGERPRINT_BYTES = 256  # of an output's first and last tokens
+RETRY_AFTER_SECONDS: Final = 5.0
+FINGERPRINT_BYTES: Final = 256  # of an output's first and last tokens
 # Of the scheduler itself: they give way to a reason that somebody else has.
-OWN_REASONS = frozenset(
+OWN_REASONS: Final = frozenset(
     {
         AbortReason.PREEMPT,
         AbortReason.BUDGET,

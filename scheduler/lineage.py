@@ -12,7 +12,7 @@ What this module does not know: how an engine gets its weights.
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rolloutd.scheduler.index_base import Namespace
 
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from rolloutd.scheduler.rollout import Rollout
     from rolloutd.scheduler.spec import PolicyUpdate
 
-MAX_QUEUED_PUBLICATIONS = 16
-MOST_NAMESPACES = 64
+MAX_QUEUED_PUBLICATIONS: Final = 16
+MOST_NAMESPACES: Final = 64
 
 
 class Lineage:

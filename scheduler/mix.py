@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Mapping
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
-WINDOW_ROLLOUTS = 256
+WINDOW_ROLLOUTS: Final = 256
 Name = TypeVar("Name", bound=Hashable)
-OTHER = "(other)"
+OTHER: Final = "(other)"
 
 
 class Window(Generic[Name]):

@@ -11,14 +11,14 @@ What this module does not know: streams. The core emits a Deliver for every even
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rolloutd.scheduler.actions import Finished, GroupFinished
 
 if TYPE_CHECKING:
     from rolloutd.scheduler.timers import Timer
 
-GROUP_EVENT_BYTES = 256
+GROUP_EVENT_BYTES: Final = 256
 
 
 class Kept:

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Final
 
 from rolloutd.scheduler.states import Outcome
 from rolloutd.scheduler.views import OverLaunchView
 
-QUINTILES = 5
-BUCKETS_PER_DOUBLING = 4  # 19 % wide: finer than a quintile of any length distribution of WORKLOADS C.3
-MOST_BUCKETS = 32 * BUCKETS_PER_DOUBLING
+QUINTILES: Final = 5
+BUCKETS_PER_DOUBLING: Final = 4  # 19 % wide: finer than a quintile of any length distribution of WORKLOADS C.3
+MOST_BUCKETS: Final = 32 * BUCKETS_PER_DOUBLING
 
 
 class Fate:

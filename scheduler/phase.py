@@ -9,10 +9,12 @@ What this module does not know: what the parameters are used for.
 
 from __future__ import annotations
 
+from typing import Final
+
 from rolloutd.scheduler.config import PolicySettings
 from rolloutd.scheduler.views import Phase
 
-SURPRISE_SMOOTHING = 0.02
+SURPRISE_SMOOTHING: Final = 0.02
 
 
 class PhaseState:

@@ -12,6 +12,8 @@ What this module does not know: scores, and what makes a gate close beyond askin
 
 from __future__ import annotations
 
+from typing import Final
+
 from rolloutd.scheduler import budgeting, gates, preemption, turns, updating
 from rolloutd.scheduler.choosing import choose
 from rolloutd.scheduler.dispatching import dispatch
@@ -23,12 +25,14 @@ from rolloutd.scheduler.states import SHORT_TASKS, Gate, RolloutClass, TaskType
 from rolloutd.scheduler.timers import TimerKind
 from rolloutd.scheduler.world import World
 
-SHORT_KINDS = tuple(sorted(SHORT_TASKS))
+SHORT_KINDS: Final = tuple(sorted(SHORT_TASKS))
 # While control calls are out engines stand still until somebody hears their answers, so the caller is not kept for long.
-BATCH_BESIDE_CALLS = 4
-LONG_KINDS = tuple(one for one in TaskType if one not in SHORT_TASKS)
+BATCH_BESIDE_CALLS: Final = 4
+LONG_KINDS: Final = tuple(one for one in TaskType if one not in SHORT_TASKS)
 # Every set of task types, by the sum of 1 << task type.
-TASK_SETS = tuple(frozenset(one for one in TaskType if number >> one & 1) for number in range(1 << len(TaskType)))
+TASK_SETS: Final = tuple(
+    frozenset(one for one in TaskType if number >> one & 1) for number in range(1 << len(TaskType))
+)
 
 
 def schedule(world: World) -> None:

@@ -15,6 +15,7 @@ What this module does not know: who takes the room; the next pass decides.
 from __future__ import annotations
 
 from collections import Counter
+from typing import Final
 
 from rolloutd.scheduler import lifecycle
 from rolloutd.scheduler.engine import Engine
@@ -37,9 +38,9 @@ from rolloutd.scheduler.world import World
 FloorKey = tuple[str, str, int]  # run id, kind of floor, class or task type
 
 # Of the cool-down passes before those who wait are looked at again when nobody could be interrupted.
-FRUITLESS_SHARE = 0.5
+FRUITLESS_SHARE: Final = 0.5
 
-CURABLE = frozenset(
+CURABLE: Final = frozenset(
     {
         Gate.ENGINE_SLOTS,
         Gate.ENGINE_KV,

@@ -20,10 +20,10 @@ from typing import Final
 # SGLang 0.5.23: SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION, SGLANG_INIT_NEW_TOKEN_RATIO, SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR and
 # SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS, at a --schedule-conservativeness of 1.
 CLIPPED_TOKENS: Final = 4096
-FIRST_SHARE = 0.7
-LAST_SHARE = 0.7 * 0.14
-SHARE_DECAY_STEPS = 600
-UNREPORTED_TOKENS = 64  # what a rollout may have written since its last report; as `budget.headroom_tokens`
+FIRST_SHARE: Final = 0.7
+LAST_SHARE: Final = 0.7 * 0.14
+SHARE_DECAY_STEPS: Final = 600
+UNREPORTED_TOKENS: Final = 64  # what a rollout may have written since its last report; as `budget.headroom_tokens`
 
 
 def needed_tokens(prompt_tokens: int, output_tokens: int, page_tokens: int) -> int:

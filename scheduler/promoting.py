@@ -11,12 +11,14 @@ What this module does not know: what classes mean to the placement.
 
 from __future__ import annotations
 
+from typing import Final
+
 from rolloutd.scheduler import budgeting, lifecycle
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.states import RolloutClass
 from rolloutd.scheduler.world import World
 
-SLICE_ROLLOUTS = 128  # a tick: a few milliseconds
+SLICE_ROLLOUTS: Final = 128  # a tick: a few milliseconds
 
 
 def begin(world: World, run: Run) -> None:

@@ -8,7 +8,7 @@ What this module does not know: order and calls.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rolloutd.scheduler.spec import PolicyUpdate
 from rolloutd.scheduler.states import UpdateState, Verb
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from rolloutd.scheduler.run import Run
     from rolloutd.scheduler.timers import Timer
 
-OVER = frozenset({UpdateState.UPDATED, UpdateState.FAILED})
-CHANGING = frozenset(
+OVER: Final = frozenset({UpdateState.UPDATED, UpdateState.FAILED})
+CHANGING: Final = frozenset(
     {
         UpdateState.LOADING,
         UpdateState.PUSHING,

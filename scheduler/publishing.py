@@ -12,6 +12,8 @@ What this module does not know: what is done with one engine (`updating`).
 
 from __future__ import annotations
 
+from typing import Final
+
 from rolloutd.scheduler import colocation, time_slice, updating, version_change
 from rolloutd.scheduler.actions import NoticeKind, PublishEnded, PublishProgress
 from rolloutd.scheduler.engine import Engine
@@ -24,7 +26,7 @@ from rolloutd.scheduler.spec import PolicyUpdate
 from rolloutd.scheduler.states import CacheHandling, Code, UpdateMode, UpdateState
 from rolloutd.scheduler.world import World
 
-SOUND_CACHES = {
+SOUND_CACHES: Final = {
     UpdateMode.DRAIN: (CacheHandling.FLUSH, CacheHandling.NAMESPACE, CacheHandling.KEEP),
     UpdateMode.ABORT_AND_RESUME: (CacheHandling.FLUSH, CacheHandling.NAMESPACE, CacheHandling.KEEP),
     # What is computed again would match prefixes of the old weights under its old namespace.

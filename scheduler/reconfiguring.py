@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
+from typing import Final
 
 from rolloutd.scheduler import budgeting, reordering, version_change
 from rolloutd.scheduler.config import SchedulerConfig
@@ -23,7 +24,7 @@ from rolloutd.scheduler.states import Code
 from rolloutd.scheduler.world import World
 
 # (field of SchedulerConfig, section as a file has it, setting): the index, windows of strata and claims were built with them.
-FIXED = (
+FIXED: Final = (
     ("queue", "scheduler", "max_strata"),
     ("budget", "budget", "headroom_tokens"),
     ("index", "index", "max_bytes"),

@@ -12,11 +12,13 @@ What this module does not know: why weights changed.
 
 from __future__ import annotations
 
+from typing import Final
+
 from rolloutd.scheduler import queueing
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.world import World
 
-SLICE_ENTRIES = 128  # a tick: a few milliseconds
+SLICE_ENTRIES: Final = 128  # a tick: a few milliseconds
 
 
 def begin(world: World, run: Run) -> None:

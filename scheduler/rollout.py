@@ -10,7 +10,7 @@ What this module does not know: queues, budgets, engines' room.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rolloutd.scheduler.result import AttemptRecord, Piece, RolloutResult
 from rolloutd.scheduler.spec import TOKEN_BYTES, RolloutSpec
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from rolloutd.scheduler.timers import Timer
 
 NOBODY: frozenset[str] = frozenset()
-STORY_ENTRIES = 48
-HISTORY_ATTEMPTS = 32
-STATE_NAMES = tuple(
+STORY_ENTRIES: Final = 48
+HISTORY_ATTEMPTS: Final = 32
+STATE_NAMES: Final = tuple(
     state.name for state in RolloutState
 )  # by value; an enum's own look-up of its name costs ten times as much
-STATEFUL_SAMPLING = (
+STATEFUL_SAMPLING: Final = (
     "json_schema",
     "regex",
     "ebnf",

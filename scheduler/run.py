@@ -12,7 +12,7 @@ What this module does not know: how its work is placed.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from rolloutd.scheduler.config import SchedulerConfig
 from rolloutd.scheduler.family import Family
@@ -41,9 +41,9 @@ if TYPE_CHECKING:
     from rolloutd.scheduler.tail import Tail
     from rolloutd.scheduler.timers import Timer
 
-REMEMBERED_IDS = 65_536
-MOST_POOLS = 64  # that one run may name
-KEPT_CHANGES = 64  # of its rules, the newest
+REMEMBERED_IDS: Final = 65_536
+MOST_POOLS: Final = 64  # that one run may name
+KEPT_CHANGES: Final = 64  # of its rules, the newest
 
 
 class Run:

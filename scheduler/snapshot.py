@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Final
 
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.group import Group
@@ -22,7 +23,7 @@ from rolloutd.scheduler.views import (
 )
 from rolloutd.scheduler.world import World
 
-POLICY_POOL = "policy"
+POLICY_POOL: Final = "policy"
 
 
 def run_view(world: World, run: Run, now: float) -> RunView:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from rolloutd.scheduler.states import (
     CacheHandling,
@@ -21,7 +21,7 @@ from rolloutd.scheduler.states import (
     UpdateMode,
 )
 
-TOKEN_BYTES = 4
+TOKEN_BYTES: Final = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ What this module does not know: protobuf enums (the server translates) and what 
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 
 class RolloutClass(enum.IntEnum):
@@ -31,7 +31,7 @@ class TaskType(enum.IntEnum):
     REPLAY = 3
 
 
-SHORT_TASKS = frozenset({TaskType.REWARD, TaskType.STATE_QUERY})
+SHORT_TASKS: Final = frozenset({TaskType.REWARD, TaskType.STATE_QUERY})
 
 
 class Origin(enum.IntEnum):

@@ -21,15 +21,16 @@ What this module does not know: scores, budgets, prefixes.
 from __future__ import annotations
 
 import math
+from typing import Final
 
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.states import SHORT_TASKS, RolloutClass
 from rolloutd.scheduler.world import World
 
-LOOK_SECONDS = 1.0
-MOST_LOOKED_AT = 512  # rollouts that run; one look costs about a microsecond for each
-LEAST_LEFT_TOKENS = (
+LOOK_SECONDS: Final = 1.0
+MOST_LOOKED_AT: Final = 512  # rollouts that run; one look costs about a microsecond for each
+LEAST_LEFT_TOKENS: Final = (
     16.0  # a rollout that runs has at least so much left: what is expected of one that is late is a guess
 )
 

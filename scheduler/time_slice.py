@@ -19,6 +19,8 @@ What this module does not know: who gets the slot; the next pass decides.
 
 from __future__ import annotations
 
+from typing import Final
+
 from rolloutd.scheduler import gates, lifecycle
 from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.lanes import Backlog
@@ -28,10 +30,10 @@ from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.states import AbortReason, OnPreempt, RolloutClass, RolloutState, TaskType, UpdateMode
 from rolloutd.scheduler.world import World
 
-SLICE_END = AbortReason.SLICE.name.lower()  # how such an attempt stands in a rollout's history
-NEVER = 1 << 62  # tokens
-MOST_HEADS = 32  # of each lane that are compared: as many slices may end at once
-CLEARLY_LONGER = 1.1  # below this nobody is interrupted: what is gained is less than what is not known
+SLICE_END: Final = AbortReason.SLICE.name.lower()  # how such an attempt stands in a rollout's history
+NEVER: Final = 1 << 62  # tokens
+MOST_HEADS: Final = 32  # of each lane that are compared: as many slices may end at once
+CLEARLY_LONGER: Final = 1.1  # below this nobody is interrupted: what is gained is less than what is not known
 
 
 def consider(world: World, attempt: Attempt) -> int:

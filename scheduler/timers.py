@@ -16,10 +16,10 @@ from __future__ import annotations
 import enum
 import heapq
 import math
-from typing import Any
+from typing import Any, Final
 
-REBUILD_MINIMUM = 1024
-MOST_SECONDS = 1e15  # what is due later shares one bucket
+REBUILD_MINIMUM: Final = 1024
+MOST_SECONDS: Final = 1e15  # what is due later shares one bucket
 
 
 class TimerKind(enum.IntEnum):

@@ -15,6 +15,8 @@ What this module does not know: which engines take part and in which order (`pub
 
 from __future__ import annotations
 
+from typing import Final
+
 from rolloutd.scheduler import lifecycle, version_change, versions
 from rolloutd.scheduler.actions import Control, PublishProgress
 from rolloutd.scheduler.engine import Engine
@@ -42,11 +44,13 @@ _PAUSES = {
 }
 # Answered at once, and then the engine works again. Work that another engine could get waits for them, but not for long: sending a
 # burst of it keeps the caller from hearing the answers, while all engines of a publication come this far at the same time.
-LAST_CALLS = frozenset({Verb.VERIFY, Verb.NAME, Verb.RESUME})
-LAST_CALLS_SECONDS = 0.03
-LAST_CALLS_PAUSE_SECONDS = 0.5  # not again before
-MOST_RESUMES = 5  # tries to let an engine generate again
-UNTOUCHED = frozenset({UpdateState.CLEARING, UpdateState.PAUSING, UpdateState.FLUSHING})  # the old weights are whole
+LAST_CALLS: Final = frozenset({Verb.VERIFY, Verb.NAME, Verb.RESUME})
+LAST_CALLS_SECONDS: Final = 0.03
+LAST_CALLS_PAUSE_SECONDS: Final = 0.5  # not again before
+MOST_RESUMES: Final = 5  # tries to let an engine generate again
+UNTOUCHED: Final = frozenset(
+    {UpdateState.CLEARING, UpdateState.PAUSING, UpdateState.FLUSHING}
+)  # the old weights are whole
 
 
 def start(world: World, update: EngineUpdate) -> None:

@@ -12,6 +12,7 @@ What this module does not know: why versions changed.
 from __future__ import annotations
 
 from itertools import islice
+from typing import Final
 
 from rolloutd.scheduler import lifecycle, queueing, versions
 from rolloutd.scheduler.lineage import Lineage
@@ -21,7 +22,7 @@ from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.states import Code, Outcome
 from rolloutd.scheduler.world import World
 
-MOST_AT_ONCE = 256  # rollouts, and as many entries, looked at in one event: a few milliseconds
+MOST_AT_ONCE: Final = 256  # rollouts, and as many entries, looked at in one event: a few milliseconds
 
 
 def note(world: World, run: Run, lineage: Lineage) -> None:

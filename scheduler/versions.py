@@ -10,7 +10,7 @@ What this module does not know: how an engine comes to hold a version.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from rolloutd.scheduler.refusal import Refusal, invalid
 from rolloutd.scheduler.spec import TOKEN_BYTES
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rolloutd.scheduler.spec import RolloutSpec
     from rolloutd.scheduler.world import World
 
-RETRY_AFTER_SECONDS = 5.0
+RETRY_AFTER_SECONDS: Final = 5.0
 
 
 class Requirement(NamedTuple):
@@ -42,7 +42,7 @@ class Requirement(NamedTuple):
         return self.exact_version is not None or self.max_partial_span == 0
 
 
-ANYTHING = Requirement(0, None, None, None)
+ANYTHING: Final = Requirement(0, None, None, None)
 
 
 def requirement_of(run: Run, spec: RolloutSpec) -> Requirement:

@@ -16,7 +16,7 @@ import math
 import random
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from rolloutd.scheduler.actions import Action, Deliver, EndStream, Notice, NoticeKind, Record, Undelivered
 from rolloutd.scheduler.computing import Computing
@@ -38,9 +38,9 @@ from rolloutd.scheduler.states import SHORT_TASKS, Code, Gate, RolloutClass, Rol
 from rolloutd.scheduler.timers import Timer, Timers
 from rolloutd.scheduler.views import Decision, DecisionKind
 
-MIRROR_PART = 4  # of the index's memory, at most one in so many bytes is for what engines report of their caches
-NO_LIMIT = 1 << 60  # tokens
-MOST_POOLS = 1024  # lists of engines remembered by run, pool and labels
+MIRROR_PART: Final = 4  # of the index's memory, at most one in so many bytes is for what engines report of their caches
+NO_LIMIT: Final = 1 << 60  # tokens
+MOST_POOLS: Final = 1024  # lists of engines remembered by run, pool and labels
 
 
 def largest(limits: Iterable[int]) -> int:

@@ -14,11 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 from rolloutd.scheduler.rules.knobs import Knobs
 from rolloutd.scheduler.rules.rule import Rule
 
-NO_KNOBS = Knobs()
+NO_KNOBS: Final = Knobs()
 
 
 @dataclass(frozen=True, slots=True)

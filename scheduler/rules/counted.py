@@ -5,7 +5,7 @@ What this module does not know: who counts.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 
 class Counted(NamedTuple):
@@ -19,4 +19,4 @@ class Counted(NamedTuple):
     stale: int
 
 
-NOTHING_COUNTED = Counted(0, 0, 0, 0, 0, 0)
+NOTHING_COUNTED: Final = Counted(0, 0, 0, 0, 0, 0)

@@ -14,16 +14,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from rolloutd.scheduler.states import RolloutClass
 
-MOST_RULES = 64  # each is looked at for each run and period, and is a series of a metric
-MOST_NAME_CHARACTERS = 64
-MOST_PERIODS = 8640  # a day of periods of 10 s
-MOST_SECONDS = 604_800.0  # a week
-LARGEST_FACTOR = 100.0
-WEIGHT_NAMES = ("prefix", "critical", "waiting", "diversity", "cost")
-METRIC_NAMES = (
+MOST_RULES: Final = 64  # each is looked at for each run and period, and is a series of a metric
+MOST_NAME_CHARACTERS: Final = 64
+MOST_PERIODS: Final = 8640  # a day of periods of 10 s
+MOST_SECONDS: Final = 604_800.0  # a week
+LARGEST_FACTOR: Final = 100.0
+WEIGHT_NAMES: Final = ("prefix", "critical", "waiting", "diversity", "cost")
+METRIC_NAMES: Final = (
     "buffer_fill",
     "trainer_waiting_seconds",
     "training_queued_seconds",

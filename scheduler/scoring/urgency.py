@@ -10,15 +10,16 @@ nobody needs it by a step a little of that is left: among equals, what takes lon
 from __future__ import annotations
 
 import math
+from typing import Final
 
 from rolloutd.scheduler.scoring.facts import Facts
 from rolloutd.scheduler.states import RolloutClass
 
-HORIZON_SECONDS = 60.0  # a slack beyond this is no hurry
-LONGEST_TOKENS = 131_072  # outputs beyond this are as urgent as this
-LEAST_NEEDED = 0.05  # however far the step is
-UNNEEDED = 0.05
-LOG_LONGEST = math.log(LONGEST_TOKENS)
+HORIZON_SECONDS: Final = 60.0  # a slack beyond this is no hurry
+LONGEST_TOKENS: Final = 131_072  # outputs beyond this are as urgent as this
+LEAST_NEEDED: Final = 0.05  # however far the step is
+UNNEEDED: Final = 0.05
+LOG_LONGEST: Final = math.log(LONGEST_TOKENS)
 
 
 def score(facts: Facts) -> float:
