@@ -33,9 +33,7 @@ MAX_ENGINES_SCORED = 5  # for one entry; of more with room, `MAX_HOLDING_SCORED`
 MAX_HOLDING_SCORED: Final = 2
 DEEP_HEADS_PER_LANE: Final = 32  # entries looked at where the first ones wait for an engine or a prefix of their own
 DEEP_PAUSE_SECONDS: Final = 0.1  # between two looks behind the first entries of lanes that found nothing
-PROBES: Final = (
-    16  # engines with room drawn at random, of which the emptiest is scored; as many of those with the longest hit
-)
+PROBES: Final = 16  # engines with room drawn at random, of which the emptiest is scored; as many with the longest hit
 HEADS: Final = (1, HEADS_PER_LANE, DEEP_HEADS_PER_LANE)  # of each lane, in one look after the other
 
 

@@ -30,9 +30,7 @@ from rolloutd.scheduler.world import World
 
 LOOK_SECONDS: Final = 1.0
 MOST_LOOKED_AT: Final = 512  # rollouts that run; one look costs about a microsecond for each
-LEAST_LEFT_TOKENS: Final = (
-    16.0  # a rollout that runs has at least so much left: what is expected of one that is late is a guess
-)
+LEAST_LEFT_TOKENS: Final = 16.0  # a rollout that runs has so much left: what is expected of one that is late is a guess
 
 
 class Awaited:
