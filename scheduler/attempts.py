@@ -91,7 +91,8 @@ def ended(world: World, event: AttemptEnded) -> None:
     if reason is not AbortReason.NO_PROGRESS:
         engine.note_success()
     _learn_speed(world, attempt, tokens)
-    if attempt.first_token_at is not None:
+    if attempt.first_token_at is not None and attempt.kv_version in piece.versions:
+        # A version that wrote none of it has not computed it: it was stopped before its engine came to do that again.
         _credit(world, attempt, attempt.token_bytes + piece.token_bytes[:-TOKEN_BYTES])  # the last has no KV
     _wake_followers(world, attempt)
     lifecycle.close_attempt(world, attempt, piece, piece.finish_reason if reason is None else reason.name.lower())

@@ -15,7 +15,7 @@ from rolloutd.scheduler.events import (
 )
 from rolloutd.scheduler.result import Piece
 from rolloutd.scheduler.spec import Quota, RolloutUpdate, StepReport
-from rolloutd.scheduler.states import Code, FaultKind, Outcome, TaskType, TrainerState
+from rolloutd.scheduler.states import Code, FaultKind, Outcome, TaskType, TrainerState, UpdateMode
 from tests.scheduler.kit import (
     BACKGROUND,
     CRITICAL,
@@ -283,3 +283,31 @@ def test_a_trainer_that_starts_again_under_a_higher_epoch_may_count_from_an_earl
     assert bench.run_view().step == 3
     assert bench.refused(ReportStep(RUN, StepReport(9, TrainerState.TRAINING), epoch=1)).reason == "FENCED"
     assert bench.streams_ended(), "the older trainer's stream"
+
+
+def test_a_retracted_prompt_that_was_stopped_before_it_was_computed_again_is_cached_for_nobody() -> None:
+    bench = Bench(engine(slots=1))
+    bench.run(spec("a", tokens=64))
+    bench.write("a", 1)
+    bench.publish(1, mode=UpdateMode.RETRACT)
+    bench.finish_updates()
+    bench.cancel("a")
+    bench.finish("a", 1, "abort", spans=(("default", 0, 1),))
+    bench.run(spec("b", token_bytes=prompt("a", 64)))
+    assert predicted(bench, "b") == 0
+
+
+def test_what_was_written_after_a_retraction_shows_that_the_prompt_is_cached() -> None:
+    bench = Bench(engine(slots=1))
+    bench.run(spec("a", tokens=64))
+    bench.write("a", 1)
+    bench.publish(1, mode=UpdateMode.RETRACT)
+    bench.finish_updates()
+    bench.finish("a", 16, spans=(("default", 0, 1), (bench.labels["e0"], 1, 16)))
+    bench.run(spec("b", token_bytes=prompt("a", 64)))
+    assert predicted(bench, "b") > 0
+
+
+def predicted(bench: Bench, rollout_id: str) -> int:
+    """Tokens of the live attempt's prompt that are believed to be cached."""
+    return bench.core._world.attempts[bench.live[rollout_id].attempt_id].predicted_tokens
