@@ -176,7 +176,7 @@ class CompileCore(Command):
         if lacking:
             say(f"the core is not compiled: {lacking}. Plain Python is used in its place.")
             return
-        say("compiling the core, which takes about a minute")
+        say("compiling the core, which takes some minutes")
         with building() as folder:
             distribution = Distribution({"name": LIBRARY, "ext_modules": extensions()})
             command = CompileExtensions(distribution)

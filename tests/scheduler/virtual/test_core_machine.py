@@ -368,4 +368,4 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 TestCore = CoreMachine.TestCase
-TestCore.settings = settings(max_examples=600 if core_is_compiled() else 200, stateful_step_count=50, deadline=None)
+TestCore.settings = settings(max_examples=400 if core_is_compiled() else 150, stateful_step_count=50, deadline=None)

@@ -14,11 +14,9 @@ from collections import Counter
 import pytest
 
 from rolloutd.bench.virtual_faults import Misdeed
-from rolloutd.server.core_build import core_is_compiled
 from tests.scheduler.virtual.random_world import RandomWorld
 
-# Enough on either core: both decide alike (tests/test_compiled.py).
-SCHEDULES = int(os.environ.get("ROLLOUTD_SCHEDULES", "2000" if core_is_compiled() else "1000"))
+SCHEDULES = int(os.environ.get("ROLLOUTD_SCHEDULES", "1000"))
 CHUNK = 250
 ENOUGH = 1_000  # to meet everything in `WANTED`
 CHECK_EVERY = 32
