@@ -280,6 +280,15 @@ class Decided:
     decision: Decision
 
 
+def ended(action: Action) -> RolloutResult | None:
+    """The result of a rollout that ended just now; None for all else, also for a result that is delivered once more because its
+    rollout was submitted once more: that has no cursor. (After an AttachConsumer, results that ended before have one.)
+    """
+    if isinstance(action, Undelivered) or (isinstance(action, Deliver) and action.cursor):
+        return action.event.result if isinstance(action.event, Finished) else None
+    return None
+
+
 Action = (
     Dispatch
     | Abort

@@ -302,7 +302,7 @@ def _bounded_look(
     if stage == 1:
         return backlog.candidates(roomy.keys, look.diverse, owed, HEADS_PER_LANE) if owed else []
     if stage == 2:
-        oldest = backlog.oldest() if turn.overdue else None
+        oldest = backlog.oldest_ready() if turn.overdue else None
         return [oldest] if oldest is not None and not oldest.held and oldest.task_type in tasks else []
     if stage - 3 < len(HEADS):
         return backlog.candidates(roomy.keys, look.diverse, tasks, HEADS[stage - 3])

@@ -27,7 +27,7 @@ from rolloutd.scheduler.refusal import Refusal, invalid
 from rolloutd.scheduler.rollout import Rollout
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.spec import TOKEN_BYTES, RolloutSpec
-from rolloutd.scheduler.states import Code, Outcome, RolloutClass, RolloutState, TaskType
+from rolloutd.scheduler.states import AbortReason, Code, Outcome, RolloutClass, RolloutState, TaskType
 from rolloutd.scheduler.world import PoolLimits, World, largest
 
 MAX_SAMPLES: Final = 4096
@@ -259,18 +259,18 @@ def _too_small(needed: int, problem: str) -> Refusal:
 
 def _check_group(run: Run, spec: RolloutSpec) -> Refusal | None:
     """Two submissions of a group that both say its size say the same, and what it keeps is said when it is opened."""
-    group = run.groups.get(spec.group_id)
+    group = run.groups.get(_group_id(spec))
     announced = spec.group_size or spec.samples
     if group is None and spec.group_keep > announced:
         return invalid("group_keep", f"is {spec.group_keep}, more than the group has members ({announced})")
     if group is not None and spec.group_keep not in (0, group.keep):
         opened = group.keep or "none"
-        problem = f"is {spec.group_keep}, but group {spec.group_id!r} was opened with {opened}; give the same or 0"
+        problem = f"is {spec.group_keep}, but group {group.group_id!r} was opened with {opened}; give the same or 0"
         return invalid("group_keep", problem)
     if group is None or not group.stated_size or spec.group_size in (0, group.stated_size):
         return None
     problem = (
-        f"is {spec.group_size}, but group {spec.group_id!r} was opened with {group.stated_size}; give the same or 0"
+        f"is {spec.group_size}, but group {group.group_id!r} was opened with {group.stated_size}; give the same or 0"
     )
     return invalid("group_size", problem)
 
@@ -313,6 +313,7 @@ def _accept(world: World, run: Run, consumer: Consumer, spec: RolloutSpec, ids: 
         if group is not None:
             rollout.group = group
             group.add(rollout_id)
+            rollout.in_window = not group.has_enough  # else it ends at once, and nothing is reserved for it
         accepted.append(rollout)
         if spec.samples > 1:
             run.sampled.setdefault(spec.rollout_id, {})[rollout_id] = None
@@ -323,15 +324,27 @@ def _accept(world: World, run: Run, consumer: Consumer, spec: RolloutSpec, ids: 
         lifecycle.enqueue(world, rollout)
     for rollout in accepted:
         world.deliver(run, consumer.consumer_id, 0, _accepted(world, rollout, attached=False))
-    if parent is not None and parent.result is not None and parent.result.outcome is Outcome.CANCELLED:
+    if parent is not None and _is_cancelled(parent):
         for rollout in accepted:  # the subtree was cancelled before this leaf arrived
             lifecycle.cancel(world, rollout)
     if group is not None and group.has_enough:
         lifecycle.end_surplus(world, run, group)
 
 
+def _is_cancelled(rollout: Rollout) -> bool:
+    """Also where its engine has not stopped it yet."""
+    if rollout.result is not None:
+        return rollout.result.outcome is Outcome.CANCELLED
+    return rollout.attempt is not None and rollout.attempt.abort_reason is AbortReason.CANCEL
+
+
+def _group_id(spec: RolloutSpec) -> str:
+    """Samples of one submission are a group by its id; "" where there is none."""
+    return spec.group_id or (spec.rollout_id if spec.samples > 1 else "")
+
+
 def _group_of(run: Run, consumer: Consumer, spec: RolloutSpec) -> Group | None:
-    group_id = spec.group_id or (spec.rollout_id if spec.samples > 1 else "")
+    group_id = _group_id(spec)
     if not group_id:
         return None
     group = run.groups.get(group_id)

@@ -23,6 +23,7 @@ import math
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from rolloutd.scheduler.entry import Entry
@@ -36,6 +37,7 @@ ENGINES_LOOKED_AT: Final = 4  # whose affinity heaps one look goes into
 HEADS_PER_ENGINE: Final = 2
 MAX_AFFINE_ENGINES: Final = 8  # engines whose affinity heap one entry enters
 COMPACT_MINIMUM: Final = 64
+LOOKED_PAST: Final = 64  # arrivals in which the oldest that may go is looked for
 
 Item = tuple[float, int, int, Entry]  # (key, tie-break, sequence, entry)
 
@@ -348,6 +350,14 @@ class Backlog:
         if len(arrivals) > COMPACT_MINIMUM and len(arrivals) > 2 * self.count:
             self._arrivals = arrivals = deque(entry for entry in arrivals if entry.backlog is self)
         return arrivals[0] if arrivals else None
+
+    def oldest_ready(self) -> Entry | None:
+        """The one of them that arrived first and is not held, if it is among the first `LOOKED_PAST`."""
+        self.oldest()  # drops those that left
+        for entry in islice(self._arrivals, LOOKED_PAST):
+            if entry.backlog is self and not entry.held:
+                return entry
+        return None
 
     def ready_members(self, most: int) -> int:
         """Rollouts of entries that may be dispatched, counted up to about `most`."""

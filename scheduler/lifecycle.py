@@ -177,12 +177,19 @@ def cancel_subtree(world: World, run: Run, root: str, outcome: Outcome = Outcome
         if current is None or current.state is RolloutState.FINISHED:
             continue
         count += 1
-        if current.attempt is None:
-            finish(world, current, outcome)
-        else:
-            reason = AbortReason.RUN_ENDED if outcome is Outcome.RUN_ENDED else AbortReason.CANCEL
-            abort(world, current, reason, outcome.name.lower())
+        cancel_one(world, current, outcome)
     return count
+
+
+def cancel_one(world: World, rollout: Rollout, outcome: Outcome) -> None:
+    """Cancel a rollout without what is below it; no effect where it has ended."""
+    if rollout.state is RolloutState.FINISHED:
+        return
+    if rollout.attempt is None:
+        finish(world, rollout, outcome)
+    else:
+        reason = AbortReason.RUN_ENDED if outcome is Outcome.RUN_ENDED else AbortReason.CANCEL
+        abort(world, rollout, reason, outcome.name.lower())
 
 
 def end_surplus(world: World, run: Run, group: Group) -> None:
@@ -333,14 +340,14 @@ def _keep(world: World, run: Run, rollout: Rollout, result: RolloutResult) -> No
     group = rollout.group
     if group is None:
         return
-    if group.keep:
+    if group.keep and not group.notified:
         group.fates.append(_fate(run, rollout, result))
     if group.note_finished(rollout.rollout_id, result.outcome):
         group.consumer_id = rollout.consumer_id
         _keep_event(world, run, rollout.consumer_id, group_event(group))
-        if group.keep:
+        if 0 < group.keep < len(group.members):
             run.over_launch.note_group(group.fates)
-            group.fates.clear()
+        group.fates.clear()
 
 
 def _keep_event(world: World, run: Run, consumer_id: str, event: Finished | GroupFinished) -> None:
@@ -412,6 +419,8 @@ def _result(
     finish_reason = last.finish_reason if last is not None else "abort"
     if finish_reason == "abort" and outcome is Outcome.COMPLETED:
         finish_reason = "length"  # stopped by us after its last token
+    elif finish_reason == "length" and outcome is not Outcome.COMPLETED and not rollout.is_whole:
+        finish_reason = "abort"  # a slice was done, it was not
     first_cached = pieces[0].cached_tokens if pieces else 0
     return RolloutResult(
         run_id=rollout.run.run_id,

@@ -3,8 +3,10 @@
 Thousands may be needed by one step, and each of them changes its place in the queue.
 
 Invariants
-- Whoever is needed by the run's step or an earlier one is CRITICAL, or has its turn with one of the next ticks.
-- Earlier steps first; within one step in the order of ids.
+- Whoever was needed by the run's step or an earlier one when `begin` was called is CRITICAL, or has its turn with one of the
+  next ticks, unless the trainer gave it a class meanwhile.
+- What runs goes first, so that no budget interrupts it for what it is no longer; then earlier steps, then ids.
+- However many runs there are, a tick takes one slice.
 
 What this module does not know: what classes mean to the placement.
 """
@@ -14,38 +16,61 @@ from __future__ import annotations
 from typing import Final
 
 from rolloutd.scheduler import budgeting, lifecycle
+from rolloutd.scheduler.promotion import Promotion
 from rolloutd.scheduler.run import Run
-from rolloutd.scheduler.states import RolloutClass
+from rolloutd.scheduler.states import RolloutClass, RolloutState
 from rolloutd.scheduler.world import World
 
 SLICE_ROLLOUTS: Final = 128  # a tick: a few milliseconds
 
 
 def begin(world: World, run: Run) -> None:
-    """The run's step may have advanced, or somebody may be needed earlier than before."""
-    if any(step <= run.step for step in run.by_step):
-        world.promoting.setdefault(run, 0)
-        _go_on(world, run)
+    """The run's step advanced, or somebody is needed earlier than before."""
+    due = sorted(step for step in run.by_step if step <= run.step)
+    if not due:
+        return
+    began = run in world.promoting
+    promotion = world.promoting.setdefault(run, Promotion())
+    found = [rollout_id for step in due for rollout_id in sorted(run.by_step[step])]
+    for rollout_id in sorted(found, key=lambda one: run.rollouts[one].attempt is None):
+        promotion.left[rollout_id] = None
+    world.dirty = True
+    if not began:
+        _promote(world, run, SLICE_ROLLOUTS)
+
+
+def settle(world: World, run: Run, rollout_id: str) -> None:
+    """The trainer gave it a class: that stands."""
+    promotion = world.promoting.get(run)
+    if promotion is not None:
+        promotion.left.pop(rollout_id, None)
 
 
 def go_on(world: World) -> None:
-    """The next slice of each run."""
-    for run in list(world.promoting):
-        _go_on(world, run)
-
-
-def _go_on(world: World, run: Run) -> None:
-    reached = run.step
+    """The next slice, from run to run."""
     left = SLICE_ROLLOUTS
-    for step in sorted(known for known in run.by_step if known <= reached):
-        for rollout_id in sorted(run.by_step[step])[:left]:
-            lifecycle.change_class(world, run.rollouts[rollout_id], RolloutClass.CRITICAL, f"step {reached} needs it")
-            left -= 1
-        if not left:
-            break
-    world.promoting[run] += SLICE_ROLLOUTS - left
+    for run in list(world.promoting):
+        if left <= 0:
+            return
+        left -= _promote(world, run, left)
+
+
+def _promote(world: World, run: Run, most: int) -> int:
+    promotion = world.promoting.pop(run)
+    count = min(most, len(promotion.left))
+    for _ in range(count):
+        rollout_id = next(iter(promotion.left))
+        del promotion.left[rollout_id]
+        rollout = run.rollouts.get(rollout_id)
+        if rollout is None or rollout.state is RolloutState.FINISHED or rollout.needed_by_step is None:
+            continue
+        if rollout.needed_by_step <= run.step:
+            promotion.done += rollout.rollout_class is not RolloutClass.CRITICAL
+            lifecycle.change_class(world, rollout, RolloutClass.CRITICAL, f"step {run.step} needs it")
     budgeting.enforce(world, run)  # running work changed its class, and classes have ceilings
     world.dirty = True
-    if not any(step <= reached for step in run.by_step):
-        promoted = world.promoting.pop(run)
-        world.record("info", "promoted", run=run.run_id, step=reached, rollouts=promoted)
+    if promotion.left:
+        world.promoting[run] = promotion  # behind the others
+    elif promotion.done:
+        world.record("info", "promoted", run=run.run_id, step=run.step, rollouts=promotion.done)
+    return count

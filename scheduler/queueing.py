@@ -240,7 +240,7 @@ def hold_for_version(world: World, entry: Entry) -> bool:
 def hold_for_staleness(world: World, entry: Entry) -> bool:
     """Hold work of a group that is not let in yet; true when it is held now."""
     window = entry.run.window
-    if window is None or not entry.members or not staleness.bound(entry.members[0]):
+    if window is None or not entry.members or not entry.members[0].in_window or not staleness.bound(entry.members[0]):
         return False
     key, samples = staleness.key_of(entry.members[0])
     if not window.passes(entry, key) and window.admit(key, samples):

@@ -47,7 +47,7 @@ def adopt(world: World, config: SchedulerConfig) -> Refusal | None:
             room.reserved_short = config.queue.reserved_short_slots
             for engine in room.members.values():
                 room.note(engine)
-    ordered_otherwise = config.weights != before.weights or config.queue.aging_seconds != before.queue.aging_seconds
+    ordered_otherwise = _keys_of(config) != _keys_of(before)
     for run in world.runs.values():
         run.phase.settings = config.policy
         if run.ledger.budget is before.budget.default:
@@ -62,6 +62,11 @@ def adopt(world: World, config: SchedulerConfig) -> Refusal | None:
     world.dirty = True
     world.record("info", "reconfigured", rules=len(config.rules))
     return None
+
+
+def _keys_of(config: SchedulerConfig) -> tuple[object, ...]:
+    """What the keys of those that wait are made of."""
+    return config.weights, config.policy, config.queue.aging_seconds, config.queue.spare_duplicates
 
 
 def keeping_fixed(config: SchedulerConfig, current: SchedulerConfig) -> SchedulerConfig:

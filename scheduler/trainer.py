@@ -88,7 +88,10 @@ def update(world: World, run: Run, updates: tuple[RolloutUpdate, ...]) -> Refusa
         if one.needed_by_step is not None:
             _set_step(world, rollout, one.needed_by_step)
         if one.rollout_class is not None:
+            promoting.settle(world, run, one.rollout_id)
             lifecycle.change_class(world, rollout, one.rollout_class, "updated by the trainer")
+    if any(one.needed_by_step is not None for one in updates):
+        promoting.begin(world, run)
     budgeting.enforce(world, run)  # running work may have changed its class, and classes have ceilings
     return None
 
@@ -124,7 +127,6 @@ def _set_step(world: World, rollout: Rollout, step: int) -> None:
             del run.by_step[rollout.needed_by_step]
     rollout.needed_by_step = step
     lifecycle.note_step(world, rollout)
-    promoting.begin(world, run)
 
 
 def _check_settings(settings: RunSettings) -> Refusal | None:

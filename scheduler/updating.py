@@ -335,6 +335,9 @@ def _fail(world: World, update: EngineUpdate, message: str, untouched: bool = Fa
         # A pause that was not answered may have been done.
         update.paused = update.paused or update.state is UpdateState.PAUSING
         world.clearing.pop(engine.engine_id, None)
+        for attempt in engine.attempts.values():
+            if attempt.abort_reason is not None:
+                lifecycle.send_abort(world, attempt)  # what the pause was to stop
         _resume(world, update)
         return
     for attempt in list(engine.attempts.values()):

@@ -28,6 +28,7 @@ from rolloutd.scheduler.index import PrefixIndex
 from rolloutd.scheduler.kv_cache_mirror import KvCacheMirror
 from rolloutd.scheduler.lineage import Lineage
 from rolloutd.scheduler.outbox import Consumer
+from rolloutd.scheduler.promotion import Promotion
 from rolloutd.scheduler.publication import EngineUpdate
 from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.rollout import Attempt, Rollout
@@ -125,7 +126,7 @@ class World:
         self.unseen: dict[Lineage, Run] = {}  # where waiting work is still to be looked at after a change of version
         self.stirred: dict[Run, None] = {}  # where somebody else may be let in now: see `letting_in`
         self.place_at = -math.inf  # of the newest PLACE timer
-        self.promoting: dict[Run, int] = {}  # runs with work that its step needs and is not CRITICAL yet: how many are
+        self.promoting: dict[Run, Promotion] = {}  # runs with work that their step needs and that is not CRITICAL yet
         self.ending: dict[Run, list[Rollout]] = {}  # runs that have ended: what is still to be cancelled
         self.reordering: dict[Entry, None] = {}  # entries whose key is by weights that hold no longer
         self.rules_timer: Timer | None = None  # when rules are looked at; None: there are none

@@ -176,5 +176,6 @@ class EventLog:
         if isinstance(event, events.AttachConsumer):
             return  # what is delivered again was written when it ended
         for action in result:
-            if isinstance(action, actions.Deliver | actions.Undelivered) and isinstance(action.event, actions.Finished):
-                self._put((self._clock(), end_of(action.event.result)))
+            ended = actions.ended(action)
+            if ended is not None:
+                self._put((self._clock(), end_of(ended)))

@@ -38,10 +38,11 @@ class LineageLog:
         if isinstance(event, events.AttachConsumer):
             return  # what is delivered again was written when it ended
         for action in result:
-            if isinstance(action, actions.Deliver | actions.Undelivered):
-                if isinstance(action.event, actions.Finished):
-                    self._write_rollout(action.event.result)
-                elif isinstance(action.event, actions.GroupFinished):
+            ended = actions.ended(action)
+            if ended is not None:
+                self._write_rollout(ended)
+            elif isinstance(action, actions.Deliver | actions.Undelivered):
+                if isinstance(action.event, actions.GroupFinished):
                     self._write_group(action.run_id, action.event.group_id)
 
     def _write_rollout(self, result: RolloutResult) -> None:

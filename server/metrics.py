@@ -112,10 +112,11 @@ class Metrics:
         if isinstance(event, events.AttachConsumer):
             return  # what is delivered again was counted when it ended
         for action in result:
-            if isinstance(action, actions.Deliver | actions.Undelivered):
-                if isinstance(action.event, actions.Finished):
-                    self._ended(action.event.result)
-                elif isinstance(action.event, actions.Rejected):
+            ended = actions.ended(action)
+            if ended is not None:
+                self._ended(ended)
+            elif isinstance(action, actions.Deliver):
+                if isinstance(action.event, actions.Rejected):
                     self._refused.labels(action.event.error.reason).inc()
             elif isinstance(action, actions.Abort):
                 self._aborts.labels(AbortReason(action.reason).name.lower()).inc()

@@ -63,5 +63,5 @@ class Knobs:
         return all(
             self._weights.get(name) == other._weights.get(name)
             and self._weight_factors.get(name, 1.0) == other._weight_factors.get(name, 1.0)
-            for name in ("critical", "waiting")
+            for name in ("prefix", "critical", "waiting")
         )

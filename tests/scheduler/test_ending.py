@@ -58,3 +58,35 @@ def test_a_second_end_changes_nothing() -> None:
     bench.do(EndRun(RUN))
     bench.tick()
     assert len(bench.ended) == COUNT
+
+
+def test_an_end_that_is_repeated_comes_to_an_end() -> None:
+    bench = crowded()
+    for _ in range(4):
+        bench.do(EndRun(RUN))
+        bench.do(Tick())
+    assert len(bench.ended) == COUNT
+
+
+def test_a_tree_ends_a_slice_at_a_time() -> None:
+    bench = Bench(engine(slots=1))
+    bench.run(spec("runs"))
+    bench.submit(spec("root"), *(spec(f"leaf{n}", parent_rollout_id="root") for n in range(3 * SLICE_ROLLOUTS)))
+    bench.do(EndRun(RUN))
+    assert len(bench.ended) <= SLICE_ROLLOUTS
+    bench.tick()
+    assert len(bench.ended) == 3 * SLICE_ROLLOUTS + 1
+
+
+def test_a_tick_takes_one_slice_however_many_runs_end() -> None:
+    bench = Bench(engine(slots=1))
+    bench.run(spec("runs"))
+    for run in ("a", "b", "c"):
+        bench.submit(*specs(f"{run}-", 3 * SLICE_ROLLOUTS), run=run)
+    for run in ("a", "b", "c"):
+        bench.do(EndRun(run))
+    left = [sum(bench.its_run(run).unfinished for run in ("a", "b", "c"))]
+    while bench.core.wants_tick:
+        bench.do(Tick())
+        left.append(sum(bench.its_run(run).unfinished for run in ("a", "b", "c")))
+    assert left == [count * SLICE_ROLLOUTS for count in range(6, -1, -1)]
