@@ -5,7 +5,8 @@
 
 Invariants
 - An engine is asked to release only when nothing of ours runs there and it is not being updated, and to take back only what it
-  released: anything else kills its process. Where nobody knows any more what it has, nothing is asked of that process again.
+  released: anything else kills its process. So does either call where another process answers: a lost engine is not asked.
+  Where nobody knows any more what it has, nothing is asked of that process again.
 - What it had cached is gone with its memory, and is not credited any more.
 - Only engines that belong to the run are touched.
 
@@ -64,7 +65,7 @@ def follow(world: World, run: Run) -> None:
         elif memory is not None and not tags:
             if memory.state is MemoryState.CLEARING:
                 _back(world, engine)
-            elif memory.state is MemoryState.RELEASED:
+            elif memory.state is MemoryState.RELEASED and not engine.lost:  # else another process may answer: `retry`
                 memory.state = MemoryState.RETURNING
                 updating.call(world, engine, Verb.RESUME_MEMORY, tags=memory.tags)
 
@@ -89,7 +90,7 @@ def go_on(world: World) -> None:
     """After an event: engines that have nothing running any more release."""
     for engine in list(world.releasing.values()):
         memory = engine.memory
-        if memory is None or engine.attempts:
+        if memory is None or engine.attempts or engine.lost:
             continue
         world.releasing.pop(engine.engine_id, None)
         memory.state = MemoryState.RELEASING

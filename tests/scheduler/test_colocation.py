@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rolloutd.scheduler.actions import PublishEnded
-from rolloutd.scheduler.events import JoinEngine
+from rolloutd.scheduler.events import JoinEngine, LoseEngine
 from rolloutd.scheduler.states import FaultKind, ReleaseMemory, TrainerState, UpdateMode, Verb
 from tests.scheduler.kit import RUN, Bench, engine, spec
 
@@ -119,6 +119,31 @@ def test_other_runs_engines_and_shared_ones_are_left_alone() -> None:
     bench.configure(release_memory=ReleaseMemory.KV_CACHE)
     bench.step(1, TrainerState.TRAINING)
     assert set(bench.controls) == {"mine"}
+
+
+def test_an_engine_that_is_lost_is_asked_for_nothing() -> None:
+    """Another process may answer, which released nothing: the call would kill it."""
+    bench = colocated()
+    bench.step(1, TrainerState.TRAINING)
+    bench.answer()
+    bench.do(LoseEngine("e0", "connection refused"))
+    bench.step(2, TrainerState.WAITING)
+    bench.pass_time(3.0)
+    assert bench.out() is None
+    bench.do(JoinEngine(engine(run_id=RUN)))  # it was the network
+    bench.pass_time(2.0)
+    assert bench.out() is Verb.RESUME_MEMORY
+
+
+def test_an_engine_that_is_lost_is_not_asked_to_release() -> None:
+    bench = colocated()
+    bench.do(LoseEngine("e0", "connection refused"))
+    bench.step(1, TrainerState.TRAINING)
+    bench.pass_time(1.0)
+    assert bench.out() is None
+    bench.do(JoinEngine(engine(run_id=RUN)))
+    bench.tick()
+    assert bench.out() is Verb.RELEASE_MEMORY
 
 
 def test_memory_that_was_not_taken_back_is_asked_for_again() -> None:
