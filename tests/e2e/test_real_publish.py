@@ -67,6 +67,7 @@ class Scenario:
         self.publish_seconds: dict[int, float] = {}
         self.hot: list[HotPrompt] = []
         self._running: set[str] = set()
+        self._news = asyncio.Event()
         self._hot_prompt = random.integers(3, 1000, HOT_PROMPT_TOKENS).tolist()
         for index in range(ROLLOUTS):
             rollout_id = f"rollout-{index:03d}"
@@ -85,6 +86,7 @@ class Scenario:
             assert result.rollout_id not in self.results, f"{result.rollout_id} was delivered twice"
             self.results[result.rollout_id] = result
             self._running.discard(result.rollout_id)
+            self._news.set()
             if waiting:
                 await self._submit(waiting.pop(0))
             if steps and len(self.results) >= EVERY * steps[0].version:
@@ -101,11 +103,19 @@ class Scenario:
             temperature=0,
             ignore_eos=True,
             logprobs=True,
-            on_progress=lambda progress: self._running.add(progress.rollout_id),
+            on_progress=lambda progress: self._begun(progress.rollout_id),
         )
+
+    def _begun(self, rollout_id: str) -> None:
+        self._running.add(rollout_id)
+        self._news.set()
 
     async def _publish(self, step: Step, before: Sequence[asyncio.Task[None]]) -> None:
         await asyncio.gather(*before)
+        # Results that were read all at once leave a moment in which those that follow them have not begun.
+        while len(self._running) < FEWEST_UNDER_WAY and len(self.results) < ROLLOUTS:
+            self._news.clear()
+            await self._news.wait()
         self.under_way[step.version] = len(self._running)
         began = time.monotonic()
         published = await self.client.publish_and_wait(step.version, path=str(checkpoint(step.version)), **step.options)
