@@ -51,7 +51,7 @@ def _end(world: World, run: Run, most: int) -> int:
     left = world.ending.pop(run)
     count = min(most, len(left))
     for _ in range(count):
-        lifecycle.cancel_one(world, left.pop(), Outcome.RUN_ENDED)
+        lifecycle.end_one(world, left.pop(), Outcome.RUN_ENDED, "run_ended")
     if left:
         world.ending[run] = left  # behind the others
     world.dirty = True

@@ -41,6 +41,12 @@ from rolloutd.scheduler.world import World
 
 RETRY_AFTER_SECONDS: Final = 5.0
 FINGERPRINT_BYTES: Final = 256  # of an output's first and last tokens
+# Why a live attempt is aborted where its rollout ends so.
+ABORTS_FOR: Final = {
+    Outcome.CANCELLED: AbortReason.CANCEL,
+    Outcome.RUN_ENDED: AbortReason.RUN_ENDED,
+    Outcome.SURPLUS: AbortReason.SURPLUS,
+}
 # Of the scheduler itself: they give way to a reason that somebody else has.
 OWN_REASONS: Final = frozenset(
     {
@@ -164,32 +170,30 @@ def send_abort(world: World, attempt: Attempt) -> None:
         world.emit(Abort(attempt.attempt_id, attempt.engine.engine_id, reason))
 
 
-def cancel(world: World, rollout: Rollout, outcome: Outcome = Outcome.CANCELLED) -> int:
+def cancel(world: World, rollout: Rollout) -> int:
     """Cancel a rollout and its subtree; returns how many were not finished yet."""
-    return cancel_subtree(world, rollout.run, rollout.rollout_id, outcome)
+    return cancel_subtree(world, rollout.run, rollout.rollout_id)
 
 
-def cancel_subtree(world: World, run: Run, root: str, outcome: Outcome = Outcome.CANCELLED) -> int:
+def cancel_subtree(world: World, run: Run, root: str) -> int:
     """Cancel what is left below and including `root`, whose own record may be gone; returns how many were not finished."""
     count = 0
     for rollout_id in run.family.subtree(root):
         current = run.rollouts.get(rollout_id)
-        if current is None or current.state is RolloutState.FINISHED:
-            continue
-        count += 1
-        cancel_one(world, current, outcome)
+        if current is not None:
+            count += end_one(world, current, Outcome.CANCELLED, "cancelled")
     return count
 
 
-def cancel_one(world: World, rollout: Rollout, outcome: Outcome) -> None:
-    """Cancel a rollout without what is below it; no effect where it has ended."""
+def end_one(world: World, rollout: Rollout, outcome: Outcome, why: str) -> bool:
+    """End a rollout, without what is below it, for one of `ABORTS_FOR`; False where it has ended already."""
     if rollout.state is RolloutState.FINISHED:
-        return
+        return False
     if rollout.attempt is None:
         finish(world, rollout, outcome)
     else:
-        reason = AbortReason.RUN_ENDED if outcome is Outcome.RUN_ENDED else AbortReason.CANCEL
-        abort(world, rollout, reason, outcome.name.lower())
+        abort(world, rollout, ABORTS_FOR[outcome], why)
+    return True
 
 
 def end_surplus(world: World, run: Run, group: Group) -> None:
@@ -199,12 +203,8 @@ def end_surplus(world: World, run: Run, group: Group) -> None:
     """
     for rollout_id in group.members:
         rollout = run.rollouts.get(rollout_id)
-        if rollout is None or rollout.state is RolloutState.FINISHED:
-            continue
-        if rollout.attempt is None:
-            finish(world, rollout, Outcome.SURPLUS)
-        else:
-            abort(world, rollout, AbortReason.SURPLUS, f"{group.keep} of its group are complete")
+        if rollout is not None:
+            end_one(world, rollout, Outcome.SURPLUS, f"{group.keep} of its group are complete")
 
 
 def change_class(world: World, rollout: Rollout, rollout_class: RolloutClass, why: str) -> None:
