@@ -440,6 +440,16 @@ def test_a_leaf_that_arrives_after_its_subtree_was_cancelled_is_cancelled_too() 
     assert bench.outcome("leaf") is Outcome.CANCELLED and not bench.tick()
 
 
+def test_a_leaf_is_cancelled_at_once_while_an_engine_still_stops_its_cancelled_parent() -> None:
+    bench = Bench(engine(slots=8))
+    bench.run(spec("root"))
+    bench.cancel("root")
+    bench.submit(spec("leaf", parent_rollout_id="root"))
+    assert bench.state("root") is RolloutState.ABORTING and bench.outcome("leaf") is Outcome.CANCELLED
+    bench.stop_aborted()
+    bench.quiet()
+
+
 # cancelling by name
 
 

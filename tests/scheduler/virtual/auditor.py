@@ -219,7 +219,7 @@ class Auditor:
             position = span.end
         assert position == len(got), f"{what}: spans end at {position} of {len(got)}"
         written = Writing(self.model, rollout)
-        written.write((self._wrote(span, result.run_id), span.end) for span in result.spans)
+        written.write((self._wrote(span, rollout), span.end) for span in result.spans)
         assert got == written.tokens, f"{what}: {got}, expected {written.tokens}; {result.spans}"
         if result.outcome is Outcome.COMPLETED:
             full = len(got) == rollout.max_new_tokens  # then nobody can tell an end token from the limit
@@ -231,14 +231,15 @@ class Auditor:
             assert logprobs == written.logprobs, f"{what}: log-probs are not the tokens'"
         if replayed and result.outcome is Outcome.COMPLETED:
             (span,) = result.spans
-            scores = score(self.model, rollout.spec.token_bytes, self._wrote(span, result.run_id)).tolist()
+            scores = score(self.model, rollout.spec.token_bytes, self._wrote(span, rollout)).tolist()
             assert memoryview(result.prompt_logprob_bytes).cast("f").tolist()[1:] == scores[1:], f"{what}: {span}"
 
-    def _wrote(self, span: Span, run_id: str) -> str:
+    def _wrote(self, span: Span, rollout: Rollout) -> str:
         """The weights that a span names."""
+        run_id = rollout.run.run_id
         if span.policy_version:
             return weights_of(run_id, span.policy_version)
-        return self.publications.registered[span.engine_id, span.engine_version]
+        return self.publications.registered[run_id, rollout.rollout_id, span.attempt]
 
     def _check_outcome(self, watched: Watched, result: RolloutResult) -> None:
         """P7: no outcome without its cause."""
@@ -279,12 +280,10 @@ class Auditor:
         assert (result.outcome is Outcome.COMPLETED) == (result.error is None), what
 
     def _parent_cancelled(self, watched: Watched) -> bool:
-        """A leaf that arrives after its subtree was cancelled goes with it."""
+        """A leaf that arrives after its subtree was cancelled goes with it, also where an engine is still to stop the parent."""
         rollout = watched.rollout
         parent = self.watched.get((rollout.run.run_id, rollout.spec.parent_rollout_id))
-        if parent is None or parent.rollout.state is not RolloutState.FINISHED:
-            return False
-        return parent.cancelled or self._parent_cancelled(parent)
+        return parent is not None and (parent.cancelled or self._parent_cancelled(parent))
 
     def _check_group(self, action: Deliver) -> None:
         event = action.event
@@ -343,7 +342,7 @@ class Auditor:
             for piece, (engine_id, number) in zip(rollout.pieces, rollout.pieces_by, strict=True):
                 for version, (label, _, upto) in zip(piece.versions, piece.version_spans, strict=True):
                     span = Span(version, label, end, end + upto, engine_id, number)
-                    spans.append((self._wrote(span, action.run_id), span.end))
+                    spans.append((self._wrote(span, rollout), span.end))
                 end += len(piece.token_bytes) // TOKEN_BYTES
             written = Writing(self.model, rollout)
             written.write(spans)

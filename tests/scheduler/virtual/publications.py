@@ -43,8 +43,9 @@ class Publications:
         self.world = world
         self.counts = counts
         self.unfinished: dict[Name, float] = {}  # accepted and not over -> since when
-        self.registered: dict[tuple[str, str], str] = {}  # (engine, label) -> weights that it came with, its version 0
-        self._came_with: dict[Engine, str] = {}
+        # (run, rollout, attempt's number) -> version 0 of its engine then: an engine that changes its owner may hold others.
+        self.registered: dict[tuple[str, str, int], str] = {}
+        self._came_with: dict[Engine, str] = {}  # weights that its owner finds there, its version 0
         self._owners: dict[Engine, str] = {}
         self._caches: dict[Name, CacheHandling] = {}
         self._switches: dict[Engine, list[tuple[str, CacheHandling]]] = {}  # (weights, cache) in order
@@ -109,10 +110,7 @@ class Publications:
         engine = self.world.engines.get(event.facts.engine_id)
         real = self.simulation.engines.get(event.facts.engine_id)
         if engine is not None and isinstance(real, FaultyEngine) and engine not in self._came_with:
-            self._note_came_with(engine, real)
-
-    def _note_came_with(self, engine: Engine, real: FaultyEngine) -> None:
-        self._came_with[engine] = self.registered[engine.engine_id, engine.label] = real.inner.weights
+            self._came_with[engine] = real.inner.weights
 
     def believed(self, engine: Engine, run_id: str) -> str:
         """Weights that the core takes an engine to hold."""
@@ -130,7 +128,7 @@ class Publications:
                 continue
             if self._owners.setdefault(engine, engine.owner) != engine.owner:
                 self._owners[engine] = engine.owner
-                self._note_came_with(engine, real)
+                self._came_with[engine] = real.inner.weights
             if not engine.quarantine and (engine.update is None or engine.update.state in PUSHED_BEFORE_WORK):
                 believed = self.believed(engine, engine.owner)
                 lent = engine.memory is not None and "weights" in engine.memory.tags
@@ -177,6 +175,7 @@ class Publications:
         assert engine.memory is None, f"{what}, whose memory is the trainer's"
         assert engine.owner in ("", action.run_id), f"{what}, which belongs to {engine.owner}"
         rollout = attempt.rollout
+        self.registered[action.run_id, action.rollout_id, attempt.number] = self._came_with[engine]
         written = [version for piece in rollout.pieces for version in piece.versions]
         self._check_span(rollout, [*written, engine.version], what)
         wanted = rollout.requirement.max_staleness
