@@ -23,8 +23,7 @@ from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.lanes import HEADS_PER_LANE
 from rolloutd.scheduler.roomy import Pass, Roomy
-from rolloutd.scheduler.scoring import diversity
-from rolloutd.scheduler.scoring.total import EntryTerms, clamp, engine_total
+from rolloutd.scheduler.scoring.total import EntryTerms, engine_total
 from rolloutd.scheduler.states import Gate, RolloutClass, TaskType
 from rolloutd.scheduler.views import DecisionKind
 from rolloutd.scheduler.world import World
@@ -53,7 +52,6 @@ class Look:
         "told",
         "weights",
         "_common",
-        "_diverse",
         "_is_critical",
         "_least_cost",
         "_mark",
@@ -97,16 +95,11 @@ class Look:
         self._least_cost = weights.cost * roomy.least_fill if weights.cost > 0.0 else 0.0
         self._spares = world.config.queue.spare_duplicates
         self._common = -1
-        self._diverse: dict[str, float] = {}  # by stratum, of those asked for
         self._rows: list[Row] = []
 
     def diverse(self, stratum: str) -> float:
         """What entries of this stratum get for it."""
-        worth = self._diverse.get(stratum)
-        if worth is None:
-            share, target = self._run.mix.shares(stratum)
-            worth = self._diverse[stratum] = self.weights.diversity * clamp(diversity.missing(target, share))
-        return worth
+        return self.weights.diversity * self._run.mix.missing(stratum)
 
     def outlook(self, entry: Entry) -> None:
         """Note what an entry could score: at best on any engine, and the part of it that no engine changes."""
@@ -205,7 +198,7 @@ class Look:
         """`PROBES` engines with room, drawn at random, emptiest first."""
         if not self.emptiest:
             roomy = self._roomy.engines
-            start = self._world.rng.randrange(len(roomy))
+            start = self._world.draw_below(len(roomy))
             self.emptiest = roomy[start : start + PROBES] + roomy[: max(0, start + PROBES - len(roomy))]
             self.emptiest.sort(key=Engine.fill)
         return self.emptiest

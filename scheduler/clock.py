@@ -33,7 +33,7 @@ from rolloutd.scheduler.timers import TimerKind
 from rolloutd.scheduler.world import World
 
 HOUSEKEEPING_SECONDS: Final = 1.0
-SWEEP_NODES: Final = 512  # index nodes per housekeeping: well under a millisecond
+SWEEP_NODES: Final = 384  # index nodes per housekeeping: under a millisecond, also where the core is plain Python
 REVIEWED_ENTRIES: Final = 128  # per run and housekeeping, where priors of length changed: a millisecond or two
 RETRY_AFTER_SECONDS: Final = 5.0
 MOST_QUIET_SECONDS: Final = 30.0  # between two notices about the same trouble

@@ -15,8 +15,12 @@ from rolloutd.scheduler.world import World
 
 def common_hit(world: World, entry: Entry) -> int:
     """Of the entry's prompt, what all live engines hold that could serve it; 0 where that is one engine."""
+    having = 0
+    for holders, _ in entry.segments:
+        having |= holders
     everyone = _servers(world, entry)
-    if not everyone & (everyone - 1):
+    # Asked first: mostly some engine has nothing of it. (Masks of many engines are long numbers, and each operation counts.)
+    if having & everyone != everyone or not everyone & (everyone - 1):
         return 0
     having = 0
     for holders, tokens in entry.segments:  # longest first

@@ -1,7 +1,7 @@
 """Prefixes that some engine is computing right now, so that reusable work can wait for them instead of computing them again.
 
-A prompt's stems are its prefixes of 64, 128, 256, ... tokens; two prompts that share a stem share at least that much. Stems
-are compared by hash: a collision only makes somebody wait up to `max_defer_seconds` for nothing.
+A prompt's stems are its prefixes of 64, 128, 256, ... tokens, each named by a hash of its tokens and its run; two prompts that
+share a stem share at least that much. A collision only makes somebody wait up to `max_defer_seconds` for nothing.
 
 Invariants
 - A stem is counted once for every attempt that computes it and has no first token yet; the table is empty when all is quiet.
@@ -21,17 +21,25 @@ if TYPE_CHECKING:
 SHORTEST_STEM_TOKENS: Final = 64
 LONGEST_STEM_TOKENS: Final = 1 << 20
 
-Stem = tuple[str, int, int]  # (run id, tokens, hash)
+Stem = int
 
 
 def stems_of(run_id: str, token_bytes: bytes) -> tuple[Stem, ...]:
-    """The stems of a prompt, shortest first."""
+    """The stems of a prompt, shortest first: `stem_tokens` says how long each is."""
     stems = []
-    length = SHORTEST_STEM_TOKENS
-    while length * TOKEN_BYTES <= len(token_bytes) and length <= LONGEST_STEM_TOKENS:
-        stems.append((run_id, length, hash(token_bytes[: length * TOKEN_BYTES])))
-        length *= 2
+    stem = hash(run_id)
+    begin = 0
+    end = SHORTEST_STEM_TOKENS * TOKEN_BYTES
+    while end <= len(token_bytes) and end <= LONGEST_STEM_TOKENS * TOKEN_BYTES:
+        stem = hash((stem, token_bytes[begin:end]))  # each token is hashed once, not for every stem that it is in
+        stems.append(stem)
+        begin, end = end, 2 * end
     return tuple(stems)
+
+
+def stem_tokens(place: int) -> int:
+    """Length of the stem at this place among those of a prompt."""
+    return SHORTEST_STEM_TOKENS << place
 
 
 class Computing:
@@ -40,26 +48,31 @@ class Computing:
         self._waiting: dict[Stem, list[Entry]] = {}
 
     def begin(self, stems: tuple[Stem, ...]) -> None:
+        running = self._running
         for stem in stems:
-            self._running[stem] = self._running.get(stem, 0) + 1
+            running[stem] = running.get(stem, 0) + 1
 
     def end(self, stems: tuple[Stem, ...]) -> list[Entry]:
         """An attempt got its first token or ended; returns the entries that waited for one of its stems."""
         woken: list[Entry] = []
+        running = self._running
         for stem in stems:
-            left = self._running[stem] - 1
+            left = running[stem] - 1
             if left:
-                self._running[stem] = left
+                running[stem] = left
             else:
-                del self._running[stem]
-            woken.extend(self._waiting.pop(stem, ()))
+                del running[stem]
+            if self._waiting:
+                woken.extend(self._waiting.pop(stem, ()))
         return woken
 
-    def longest(self, stems: tuple[Stem, ...]) -> Stem | None:
-        """The longest stem of these that is being computed."""
-        for stem in reversed(stems):
-            if stem in self._running:
-                return stem
+    def longest(self, stems: tuple[Stem, ...]) -> int | None:
+        """The place among these of the longest that is being computed."""
+        place = len(stems)
+        while place:
+            place -= 1
+            if stems[place] in self._running:
+                return place
         return None
 
     def wait(self, stem: Stem, entry: Entry) -> None:

@@ -147,7 +147,7 @@ class Entry:
         self.hold_timer: Timer | None = None
         self.keeps_room = False  # an engine is reserved for it, see `gates.note_blocked`
         self.particular = False  # not every policy version may run it; set before it joins a backlog
-        self.stems: tuple[tuple[str, int, int], ...] | None = None
+        self.stems: tuple[int, ...] | None = None
         self.blocked_since: float | None = None
         self.servers: tuple[Engine, ...] = ()  # engines that could run the first member, see `gates.servers`
         self.servers_mark = (-1, -1)

@@ -123,11 +123,10 @@ class PrefixIndex(PrefixForest):
         live = self._live
         clean = not self._doomed  # then masks have live bits only
         page = self._page_bytes
-        path: list[Node] = []
+        node: Node = root
         found: list[tuple[int, int]] = []
         end = last = 0
-        children = root.children
-        while (child := children.get(tokens[end : end + page])) is not None:
+        while (child := node.children.get(tokens[end : end + page])) is not None:
             mask = child.mask if clean else child.mask & live
             if mask != last:
                 if not mask:
@@ -135,24 +134,26 @@ class PrefixIndex(PrefixForest):
                 if last:
                     found.append((last, end // TOKEN_BYTES))
                 last = mask
-            path.append(child)
+            node = child
             edge = child.edge
-            if not tokens.startswith(edge, end):
+            beyond = end + len(edge)
+            if tokens[end:beyond] != edge:
                 end += common_bytes(edge, tokens, end, min(len(edge), len(tokens) - end), page)
                 break
-            end += len(edge)
-            children = child.children
+            end = beyond
         if not last:
             return found
         found.append((last, end // TOKEN_BYTES))
         found.reverse()
         if touch:
             self._tick = tick = self._tick + 1
-            to_end = self._lru.move_to_end
-            path.reverse()
-            for node in path:
-                to_end(node)
+            order = self._lru
+            parent = node.parent
+            while parent is not None:
+                order.touch(node)
                 node.stamp = tick
+                node = parent
+                parent = node.parent
         return found
 
     def matched(self, segments: list[tuple[int, int]], bit: int) -> int:
@@ -289,7 +290,7 @@ class PrefixIndex(PrefixForest):
                 return self._grow(node, root, tokens[start:size], flag), fresh + size - start
             length = len(child.edge)
             rest = size - start
-            if length > rest or not tokens.startswith(child.edge, start):
+            if length > rest or tokens[start : start + length] != child.edge:
                 length = common_bytes(child.edge, tokens, start, min(length, rest), page)
                 if length == rest and child.mask & flag:
                     return child, fresh  # ends inside an edge that the engine holds: nothing to split off
@@ -318,7 +319,7 @@ class PrefixIndex(PrefixForest):
         node = root.children.get(tokens[:page])
         while node is not None and node.mask & holder.flag:
             edge = node.edge
-            whole = tokens.startswith(edge, start)
+            whole = tokens[start : start + len(edge)] == edge
             end = start + (
                 len(edge) if whole else common_bytes(edge, tokens, start, min(len(edge), len(tokens) - start), page)
             )
@@ -392,7 +393,9 @@ class PrefixIndex(PrefixForest):
                     if not self._clean_node():
                         break
             if self._bytes > self.max_bytes:
-                self._remove(next(iter(self._lru)))
+                oldest = self._lru.first
+                assert oldest is not None, "memory is counted that nothing holds"
+                self._remove(oldest)
 
     def set_max_bytes(self, max_bytes: int) -> None:
         """Another bound from now on: somebody else needs, or gives back, a part of it. Raises ValueError for none."""
@@ -408,9 +411,10 @@ class PrefixIndex(PrefixForest):
         Where an end goes, stems that nobody holds any more go with it, uncounted.
         """
         evicted = 0
-        while evicted < max_nodes and self._lru:
-            if not self._free_dead_node():
-                self._remove(next(iter(self._lru)))
+        while evicted < max_nodes and self._lru.count:
+            oldest = self._lru.first
+            if not self._free_dead_node() and oldest is not None:
+                self._remove(oldest)
             evicted += 1
         return evicted
 
@@ -427,7 +431,7 @@ class PrefixIndex(PrefixForest):
                     if node in holder.ends:
                         del holder.ends[node]
                         self._bytes -= END_BYTES
-            del self._lru[node]
+            self._lru.remove(node)
             self._dead_nodes -= 1
             self._edge_bytes -= len(node.edge)
             self._bytes -= NODE_BYTES + len(node.edge)
@@ -485,7 +489,7 @@ class PrefixIndex(PrefixForest):
     def statistics(self) -> IndexStatistics:
         """A snapshot, in time proportional to the number of engines."""
         return IndexStatistics(
-            nodes=len(self._lru) - self._dead_nodes,
+            nodes=self._lru.count - self._dead_nodes,
             pages=self._edge_bytes // self._page_bytes,
             bytes=self._bytes,
             max_bytes=self.max_bytes,

@@ -17,7 +17,8 @@ def check_index(index: PrefixIndex) -> None:
     page = index._page_bytes
     assert not NO_CHILDREN, "the shared empty dict of leaves was written to"
     _check_bits(index)
-    places = {node: place for place, node in enumerate(index._lru)}
+    places = {node: place for place, node in enumerate(index._lru.listed())}
+    assert len(places) == index._lru.count, f"LRU counts {index._lru.count} nodes, and has {len(places)}"
     seen: set[Node] = set()
     edge_bytes = total_bytes = 0
     engine_tokens: Counter[str] = Counter()

@@ -24,7 +24,7 @@ NO_CHILDREN: Final[dict[bytes, Node]] = {}
 class Node:
     """One edge of the tree, held as a whole by each engine whose bit is in `mask`."""
 
-    __slots__ = ("children", "edge", "ending", "mask", "parent", "root", "stamp")
+    __slots__ = ("children", "earlier", "edge", "ending", "later", "mask", "parent", "root", "stamp")
 
     def __init__(self, edge: bytes, parent: Node | None, root: Root, mask: int, stamp: int) -> None:
         self.edge = edge  # whole pages of token bytes; never a view on a larger buffer
@@ -33,6 +33,8 @@ class Node:
         self.root = root  # a root is its own
         self.mask = mask  # may still carry bits of dropped engines; always read through the live mask
         self.stamp = stamp  # tick of the last touch
+        self.earlier: Node | None = None  # neighbours in the order of use, see `index_order.py`
+        self.later: Node | None = None
         self.ending = 0  # bits of capped engines that may have the node in `ends`: far fewer than hold it
 
 
@@ -74,12 +76,14 @@ def common_bytes(edge: bytes, tokens: bytes, start: int, limit: int, page_bytes:
     The first page is known to be equal, the whole of `edge` not to be.
     """
     whole = limit - limit % page_bytes
-    if whole < len(edge) and tokens.startswith(edge[:whole], start):
+    # Slices are compared and not `startswith` asked: compiled, that call costs more than the copy.
+    if whole < len(edge) and tokens[start : start + whole] == edge[:whole]:
         return whole  # most often `tokens` just ends inside the edge
     low, high = 1, whole // page_bytes - 1
     while low < high:
         middle = (low + high + 1) // 2
-        if tokens.startswith(edge[low * page_bytes : middle * page_bytes], start + low * page_bytes):
+        begin, end = low * page_bytes, middle * page_bytes
+        if tokens[start + begin : start + end] == edge[begin:end]:
             low = middle
         else:
             high = middle - 1

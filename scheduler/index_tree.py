@@ -7,7 +7,6 @@ This module knows nothing of policy versions and does not decide what to evict.
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Hashable
 from heapq import heappop
 from typing import Final
@@ -23,6 +22,7 @@ from rolloutd.scheduler.index_node import (
     Node,
     Root,
 )
+from rolloutd.scheduler.index_order import Order
 
 # Distinct masks whose engines are remembered; masks repeat a lot, and decoding one of 48 engines takes 8 us. Deep chains
 # that wander over 64 engines have some 10,000; an entry is about 250 bytes.
@@ -37,7 +37,7 @@ class PrefixForest:
         self._page_bytes = page_tokens * TOKEN_BYTES
         self._roots: dict[Namespace, Root] = {}
         self._owners: dict[Hashable, dict[Namespace, Root]] = {}
-        self._lru: OrderedDict[Node, None] = OrderedDict()  # every node but roots, dead ones until they are swept
+        self._lru = Order()  # every node but roots, dead ones until they are swept
         self._tick = 0  # counts touches
         self._bytes = 0
         self._edge_bytes = 0
@@ -121,7 +121,7 @@ class PrefixForest:
         if parent.children is NO_CHILDREN:
             parent.children = {}
         parent.children[edge[: self._page_bytes]] = leaf
-        self._lru[leaf] = None
+        self._lru.add(leaf)
         root.nodes += 1
         self._edge_bytes += len(edge)
         self._bytes += NODE_BYTES + len(edge)
@@ -142,7 +142,7 @@ class PrefixForest:
         node.edge = edge[length:]
         node.parent = upper
         upper.children = {node.edge[:page]: node}
-        self._lru[upper] = None
+        self._lru.add(upper)
         node.root.nodes += 1
         self._bytes += NODE_BYTES
         return upper
@@ -159,7 +159,7 @@ class PrefixForest:
         parent.children[lower.edge[: self._page_bytes]] = lower
         upper.parent = None
         upper.edge = b""
-        del self._lru[upper]
+        self._lru.remove(upper)
         lower.root.nodes -= 1
         self._bytes -= NODE_BYTES
         for holder in self._holders(upper.ending & self._capped):
@@ -184,11 +184,11 @@ class PrefixForest:
     def _touch_path(self, node: Node) -> None:
         """Make the path to `node` the most recent, leaf first, and join fragments on it."""
         self._tick = tick = self._tick + 1
-        to_end = self._lru.move_to_end
+        order = self._lru
         lower: Node | None = None
         parent = node.parent
         while parent is not None:
-            to_end(node)
+            order.touch(node)
             node.stamp = tick
             if lower is not None and len(node.children) == 1 and not (node.mask ^ lower.mask) & self._live:
                 self._merge(node, lower)
@@ -213,7 +213,7 @@ class PrefixForest:
                     if holder.max_tokens:
                         self._end_moves_up(holder, leaf, parent)
             del parent.children[leaf.edge[: self._page_bytes]]
-            del self._lru[leaf]
+            self._lru.remove(leaf)
             root.nodes -= 1
             self._edge_bytes -= len(leaf.edge)
             self._bytes -= NODE_BYTES + len(leaf.edge)
@@ -257,10 +257,11 @@ class PrefixForest:
 
     def _mark_end(self, holder: Engine, node: Node) -> None:
         """The engine's most recent prompt ended at `node`."""
-        if node not in holder.ends:
-            self._bytes += END_BYTES
+        if node in holder.ends:
+            holder.ends.move_to_end(node)
+            return
+        self._bytes += END_BYTES
         holder.ends[node] = None
-        holder.ends.move_to_end(node)
         node.ending |= holder.flag
 
     def _end_moves_up(self, holder: Engine, node: Node, parent: Node) -> None:

@@ -84,7 +84,10 @@ class Lane:
         front = self._front
         boxed: Any = item  # once: compiled, a tuple is put into an object each time one is needed
         if not self._heap or (front and item[0] <= front[-1][0] and item < front[-1]):
-            insort(front, boxed)
+            if not front or front[-1][0] < item[0]:
+                front.append(boxed)
+            else:
+                insort(front, boxed)
             if len(front) > 2 * self._kept:
                 for moved in front[self._kept :]:
                     heapq.heappush(self._heap, moved)
@@ -223,12 +226,14 @@ class Backlog:
         if len(best) > MAX_AFFINE_ENGINES:
             best.sort(key=lambda bonus: -bonus[1])
             del best[MAX_AFFINE_ENGINES:]
+        names: list[str] = []
         for engine, bonus in best:
             affine = self._affine.get(engine)
             if affine is None:
                 affine = self._affine[engine] = Lane()
             affine.push((entry.static_key - bonus, tie, sequence, entry))
-        entry.affine = tuple(engine for engine, _ in best)
+            names.append(engine)
+        entry.affine = tuple(names)
 
     def hold(self, entry: Entry, sequence: int, gate: Gate) -> None:
         """Keep an entry out of the lanes until it is ordered again."""

@@ -165,11 +165,11 @@ class Ledger:
                 return Gate.CLASS_SHARE
             share = min(1.0, share * self._share_factors[rollout_class])
         if share and self.class_running[rollout_class] >= math.ceil(share * ceiling):
-            if any(self.class_queued[other] for other in RolloutClass if other is not rollout_class):
+            if sum(self.class_queued) > self.class_queued[rollout_class]:
                 return Gate.CLASS_SHARE
         share = self._task_quotas[task_type].share
         if share and self.task_running[task_type] >= math.ceil(share * ceiling):
-            if any(self.task_queued[other] for other in TaskType if other is not task_type):
+            if sum(self.task_queued) > self.task_queued[task_type]:
                 return Gate.TASK_SHARE
         return Gate.OPEN
 

@@ -42,6 +42,7 @@ LEAST_SHARE: Final = 1e-15
 
 NORMAL: Final = NormalDist()
 DENSITY: Final = 1.0 / math.sqrt(2.0 * math.pi)  # of the standard normal at 0
+FAR_DEVIATIONS: Final = 6.0  # beyond the mean, where the normal's tail needs no integral
 SQRT_HALF: Final = math.sqrt(0.5)
 ERFC: Final = math.erfc  # compiled, found once and not at each call
 WORST_DEVIATIONS: Final = -NORMAL.inv_cdf(WORST_SHARE)
@@ -263,8 +264,12 @@ def _posterior(prompt: _Prompt, prior: float, between: float, within: float) -> 
     base = prior / between + prompt.log_sum * precision
     cuts = [math.log(tokens) if tokens > 1 else 0.0 for tokens in prompt.running.values()]
     log_mean = (prior / between + prompt.log_sum * precision) / (1.0 / between + prompt.finished * precision)
-    if not cuts:
-        return log_mean
+    far = log_mean - FAR_DEVIATIONS * within
+    for cut in cuts:
+        if cut >= far:
+            break
+    else:
+        return log_mean  # none of them says anything yet: each is imputed by the mean itself
     for _ in range(ROUNDS):
         total = 0.0
         for cut in cuts:  # compiled, a generator costs as much as what is added up
@@ -276,9 +281,9 @@ def _posterior(prompt: _Prompt, prior: float, between: float, within: float) -> 
 def _imputed(cut: float, mean: float, deviation: float) -> float:
     """Conditional mean of a normal above `cut`."""
     z = (cut - mean) / deviation
-    if z > 6.0:  # the tail's ratio in its asymptotic form
+    if z > FAR_DEVIATIONS:  # the tail's ratio in its asymptotic form
         return cut + deviation / z
-    if z < -6.0:
+    if z < -FAR_DEVIATIONS:
         return mean
     return mean + deviation * DENSITY * math.exp(-0.5 * z * z) / (0.5 * ERFC(z * SQRT_HALF))
 

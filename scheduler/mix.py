@@ -13,6 +13,9 @@ from collections import deque
 from collections.abc import Hashable, Mapping
 from typing import Final, Generic, TypeVar
 
+from rolloutd.scheduler.scoring import diversity
+from rolloutd.scheduler.scoring.total import clamp
+
 WINDOW_ROLLOUTS: Final = 256
 Name = TypeVar("Name", bound=Hashable)
 OTHER: Final = "(other)"
@@ -45,6 +48,18 @@ class Window(Generic[Name]):
         return len(self._names)
 
 
+class Share:
+    """Of one stratum: its share of what was dispatched lately, the share it should have, and what the score's diversity term says
+    of the two."""
+
+    __slots__ = ("dispatched", "missing", "target")
+
+    def __init__(self, dispatched: float, target: float) -> None:
+        self.dispatched = dispatched
+        self.target = target
+        self.missing = clamp(diversity.missing(target, dispatched))
+
+
 class Mix:
     __slots__ = ("_max_strata", "_outputs", "_shares", "_strata", "consumed", "dispatched", "target")
 
@@ -54,9 +69,7 @@ class Mix:
         self._strata: set[str] = set(target)
         self.dispatched: Window[str] = Window()
         self.consumed: Window[str] = Window()
-        self._shares: dict[
-            str, tuple[float, float]
-        ] = {}  # worked out since they changed: asked for every entry looked at
+        self._shares: dict[str, Share] = {}  # worked out since they changed: asked for every entry looked at
         self._outputs: Window[int] = Window()
 
     def name(self, stratum: str) -> str:
@@ -81,10 +94,18 @@ class Mix:
 
     def shares(self, stratum: str) -> tuple[float, float]:
         """(share of what was dispatched lately, target share)."""
-        shares = self._shares.get(stratum)
-        if shares is None:
-            shares = self._shares[stratum] = (self.dispatched_share(stratum), self.target_share(stratum))
-        return shares
+        share = self._share(stratum)
+        return share.dispatched, share.target
+
+    def _share(self, stratum: str) -> Share:
+        share = self._shares.get(stratum)
+        if share is None:
+            share = self._shares[stratum] = Share(self.dispatched_share(stratum), self.target_share(stratum))
+        return share
+
+    def missing(self, stratum: str) -> float:
+        """How far a stratum is below its target, as the score's diversity term says it."""
+        return self._share(stratum).missing
 
     def note_dispatched(self, stratum: str) -> None:
         oldest = self.dispatched.add(stratum)

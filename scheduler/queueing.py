@@ -263,12 +263,13 @@ def hold_for_prefix(world: World, entry: Entry) -> bool:
         return False
     if not len(world.computing):
         return False
-    stem = world.computing.longest(entry_stems(entry))
+    stems = entry_stems(entry)
+    place = world.computing.longest(stems)
     longest = entry.segments[0][1] if entry.segments else 0
-    if stem is None or stem[1] < longest + settings.min_shared_tokens:
+    if place is None or computing.stem_tokens(place) < longest + settings.min_shared_tokens:
         return False
     hold(world, entry, Gate.HELD_FOR_PREFIX, until)
-    world.computing.wait(stem, entry)
+    world.computing.wait(stems[place], entry)
     return True
 
 

@@ -110,7 +110,7 @@ class Attempt:
         self.abort_reason: AbortReason | None = None
         self.aborted_at = 0.0
         self.abort_sent = False  # else its engine stops it without being asked for this one
-        self.stems: tuple[tuple[str, int, int], ...] = ()  # prefixes this attempt is computing, see computing.py
+        self.stems: tuple[int, ...] = ()  # prefixes this attempt is computing, see computing.py
         self.token_bytes = token_bytes  # what was sent: prompt and kept partial
         self.version = engine.version  # that the engine held when it was dispatched
         self.kv_version: int | None = engine.version  # whose KV the engine keeps of it; None: mixed, of use to nobody

@@ -38,7 +38,7 @@ class Roomy:
             place = self.engines.index(engine)
             del self.engines[place]
             del self.keys[place]
-            self.mask &= ~world.index.flag(engine.cache_key)
+            self.mask ^= self.mask & world.index.flag(engine.cache_key)
             if engine in self.keepers:
                 self.keepers.remove(engine)
 
@@ -67,7 +67,11 @@ class Pass:
         """One more runs there."""
         self._spaces.pop(engine, None)
         room = engine.room
-        is_open = room is not None and engine.is_open(self._world.now)
+        takes_short = takes_long = False
+        if room is not None and engine.is_open(self._world.now):
+            takes_short, takes_long = engine in room.free, engine in room.long
+            if takes_short and takes_long:
+                return
         for (_, short), roomy in self.roomy.items():
-            if room is None or not is_open or engine not in (room.free if short else room.long):
+            if not (takes_short if short else takes_long):
                 roomy.leave(self._world, engine)

@@ -55,7 +55,7 @@ def next_turn(
         turns = [
             Turn(run, pool, rollout_class, short, backlog)
             for (rollout_class, short), backlog in run.ready[pool].items()
-            if (long_room or short) and (run_id, rollout_class, short) not in blocked
+            if (long_room or short) and (not blocked or (run_id, rollout_class, short) not in blocked)
         ]
         if not turns:
             continue

@@ -172,6 +172,14 @@ class World:
         """32 hex digits: fixed length, because engines match abort ids by prefix (property P6)."""
         return self.rng.getrandbits(128).to_bytes(16, "big").hex()
 
+    def draw_below(self, limit: int) -> int:
+        """A number of 0 to `limit - 1`, all equally likely: what `Random.randrange` draws, without its checks."""
+        bits = limit.bit_length()
+        drawn = self.rng.getrandbits(bits)
+        while drawn >= limit:
+            drawn = self.rng.getrandbits(bits)
+        return drawn
+
     def fresh_salt(self, label: str) -> str:
         """Names KV that no earlier work on any engine can match, whichever run, process or life of ours it was for."""
         return f"{label}-{self.rng.getrandbits(64):016x}"
