@@ -3,9 +3,11 @@
 Invariants
 - The core is entered by one caller at a time, on one thread, and never from inside itself: performing an action posts
   nothing synchronously.
-- Every dispatch reports exactly one end to the core, whatever happens to its task: a slice, a fault, an exception
-  (BROKEN, with an error in the log) or a cancellation. So does every control call, except at the very end: what the
-  loop's own end cuts off is not told.
+- Every dispatch reports exactly one end to the core, whatever happens to it: a slice, a fault, an exception (BROKEN, with
+  an error in the log) or the loop's own end. So does every control call, except at the very end: what the loop's own end
+  cuts off is not told.
+- An attempt has no task: the dispatches of one pass are sent together in the next turn of the event loop, and the door's
+  callbacks tell the rest.
 - Scheduling happens on `Tick` only. A tick follows the burst that wanted it, no later than `scheduling_interval_ms`
   after it and, while ticks are dear, not before the loop had as much time for everything else as the last tick took.
 - A door that was removed is closed when its last attempt and its last control call have ended; if those left its engine
@@ -20,39 +22,24 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any
 
-from rolloutd.engines.base import AttemptRequest, Engine, EngineFault, Progress, Slice
-from rolloutd.engines.base import FaultKind as DoorFault
+from rolloutd.engines.base import Engine, EngineFault
 from rolloutd.scheduler import actions, events
 from rolloutd.scheduler.machine import Scheduler
 from rolloutd.scheduler.refusal import Refusal
-from rolloutd.scheduler.result import Piece
-from rolloutd.scheduler.states import FaultKind, Verb
-from rolloutd.server.controlling import FAULTS, carry_out
+from rolloutd.scheduler.states import Verb
+from rolloutd.server.attempt import Attempt, Door
+from rolloutd.server.controlling import carry_out
 from rolloutd.server.logging import get_logger
 from rolloutd.server.outbox import Outbox
 
-# Progress of an attempt is passed on at its first token, then after this many tokens (half of the core's KV headroom of
-# 64) or this much time, whichever comes first.
-PROGRESS_TOKENS = 32
-PROGRESS_SECONDS = 0.1
 # uvloop rounds timers to milliseconds and may fire one early: waiting less would spin.
 MIN_TIMER_SECONDS = 0.001
 # Pause after a scheduling pass that raised.
 FAILED_TICK_SECONDS = 1.0
 
 Observer = Callable[[events.Event, list[actions.Action]], None]
-
-
-@dataclass(slots=True)
-class _Door:
-    door: Engine
-    attempts: int = 0
-    controls: int = 0
-    removed: bool = False
-    paused: bool = False  # by a call of ours that no resume came after
 
 
 class RunLoop:
@@ -63,10 +50,13 @@ class RunLoop:
         self.clock = clock
         self.observers: list[Observer] = []
         self._interval_seconds = interval_seconds
-        self._log = get_logger("loop")
-        self._doors: dict[str, _Door] = {}
+        self.log = get_logger("loop")
+        self._doors: dict[str, Door] = {}
         self._outboxes: dict[tuple[str, str], Outbox] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._to_send: list[Attempt] = []
+        self._attempts: dict[str, Attempt] = {}  # at their doors
+        self._progressed: list[Attempt] = []
         self._calls = 0  # attempts and control calls
         self._idle = asyncio.Event()
         self._idle.set()
@@ -103,7 +93,7 @@ class RunLoop:
                 try:
                     observe(event, result)
                 except Exception:  # a bug in who looks on must not cost the event what it is
-                    self._log.error("observer_failed", event_type=type(event).__name__, exc_info=True)
+                    self.log.error("observer_failed", event_type=type(event).__name__, exc_info=True)
         finally:
             self._inside = False
         self._arm()
@@ -131,7 +121,7 @@ class RunLoop:
         """Make a door known before its engine joins. One door per engine id."""
         if engine_id in self._doors:
             raise ValueError(f"engine {engine_id} has a door already")
-        self._doors[engine_id] = _Door(door)
+        self._doors[engine_id] = Door(door)
 
     def remove_door(self, engine_id: str) -> None:
         """Forget a door; it is closed when its last call has ended."""
@@ -183,6 +173,9 @@ class RunLoop:
         for handle in (self._timer, self._tick_handle):
             if handle is not None:
                 handle.cancel()
+        self._to_send, unsent = [], self._to_send
+        for attempt in [*unsent, *self._attempts.values()]:
+            attempt.hang_up()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -197,7 +190,7 @@ class RunLoop:
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._log.error("task_failed", task=task.get_name(), exc_info=error)
+            self.log.error("task_failed", task=task.get_name(), exc_info=error)
 
     # -- actions out -------------------------------------------------------------------------------------------------
 
@@ -212,7 +205,9 @@ class RunLoop:
                 held = self._doors.get(action.engine_id)
                 if held is not None:
                     held.attempts += 1
-                self.spawn(self._attempt(action, held), f"attempt {action.attempt_id}")
+                if not self._to_send:
+                    self.event_loop.call_soon(self._send)
+                self._to_send.append(Attempt(self, action, held))
             case actions.Abort():
                 held = self._doors.get(action.engine_id)
                 if held is not None:
@@ -230,41 +225,45 @@ class RunLoop:
                 if outbox is not None:
                     outbox.finish(action.error)
             case actions.Record():
-                write = self._log.warning if action.level == "warning" else self._log.info
+                write = self.log.warning if action.level == "warning" else self.log.info
                 write(action.event, **action.fields)
             case actions.Refuse() | actions.PublishProgress() | actions.PublishEnded() | actions.Decided():
                 pass  # the caller of post() and the observers read them
 
-    async def _attempt(self, dispatch: actions.Dispatch, held: _Door | None) -> None:
-        end: events.Event
-        progress = _Throttle(self)
-        try:
-            if held is None:
-                raise EngineFault(DoorFault.BROKEN, f"engine {dispatch.engine_id} is not known any more")
-            piece = await held.door.generate(_request(dispatch), progress.report)
-            end = events.AttemptEnded(dispatch.attempt_id, _piece(piece))
-        except EngineFault as fault:
-            partial = _piece(fault.partial) if fault.partial is not None else None
-            end = events.AttemptFailed(dispatch.attempt_id, FAULTS[fault.kind], fault.message, partial)
-        except asyncio.CancelledError:
-            self._attempt_over(events.AttemptFailed(dispatch.attempt_id, FaultKind.BROKEN, "hung up"), held)
-            raise
-        except Exception as error:
-            self._log.error(
-                "attempt_crashed", attempt_id=dispatch.attempt_id, engine_id=dispatch.engine_id, exc_info=True
-            )
-            message = f"unexpected {type(error).__name__}: {error}"
-            end = events.AttemptFailed(dispatch.attempt_id, FaultKind.BROKEN, message)
-        finally:
-            progress.end()
-        self._attempt_over(end, held)
+    def _send(self) -> None:
+        """Begin what was dispatched since the last turn."""
+        attempts, self._to_send = self._to_send, []
+        for attempt in attempts:
+            self._attempts[attempt.dispatch.attempt_id] = attempt
+            attempt.begin()
 
-    def _attempt_over(self, end: events.Event, held: _Door | None) -> None:
+    def attempt_over(self, attempt: Attempt, end: events.Event) -> None:
+        """For attempts: the end of one."""
+        self._attempts.pop(attempt.dispatch.attempt_id, None)
+        held = attempt.held
         if held is not None:
             held.attempts -= 1
-        self._end_call(end, held)
+        try:
+            self._end_call(end, held)
+        except Exception:  # a bug in the core; the door that told us is none of its business
+            self.log.error("end_failed", attempt_id=attempt.dispatch.attempt_id, exc_info=True)
 
-    async def _control(self, control: actions.Control, held: _Door | None) -> None:
+    def progressed(self, attempt: Attempt) -> None:
+        """For attempts: one has progress to post, which it does after two turns of the event loop."""
+        if not self._progressed:
+            loop = self.event_loop
+            loop.call_soon(loop.call_soon, self._post_progress)
+        self._progressed.append(attempt)
+
+    def _post_progress(self) -> None:
+        attempts, self._progressed = self._progressed, []
+        for attempt in attempts:
+            try:
+                attempt.post_progress()
+            except Exception:  # a bug in the core; the others have progress too
+                self.log.error("progress_failed", attempt_id=attempt.dispatch.attempt_id, exc_info=True)
+
+    async def _control(self, control: actions.Control, held: Door | None) -> None:
         end: events.Event | None = None
         if held is not None and control.verb is Verb.PAUSE:
             held.paused = True
@@ -281,7 +280,7 @@ class RunLoop:
         self._calls += 1
         self._idle.clear()
 
-    def _end_call(self, end: events.Event | None, held: _Door | None) -> None:
+    def _end_call(self, end: events.Event | None, held: Door | None) -> None:
         self._calls -= 1
         try:
             if end is not None:
@@ -296,21 +295,21 @@ class RunLoop:
         try:
             await door.abort(abort.attempt_id)
         except EngineFault as fault:  # the core's abort_seconds deal with an abort that has no effect
-            self._log.warning(
+            self.log.warning(
                 "abort_failed", attempt_id=abort.attempt_id, engine_id=abort.engine_id, message=fault.message
             )
 
-    def _close_if_unused(self, held: _Door) -> None:
+    def _close_if_unused(self, held: Door) -> None:
         if held.removed and held.attempts == 0 and held.controls == 0:
             self.spawn(self._part(held), f"close {held.door.url}")
 
-    async def _part(self, held: _Door) -> None:
+    async def _part(self, held: Door) -> None:
         """Close a removed door. An engine that was removed in the middle of an update would stand still for ever."""
         try:
             if held.paused:
                 await held.door.resume()
         except EngineFault as fault:
-            self._log.warning("engine_left_paused", url=held.door.url, message=fault.message)
+            self.log.warning("engine_left_paused", url=held.door.url, message=fault.message)
         finally:
             await held.door.close()
 
@@ -350,7 +349,7 @@ class RunLoop:
         try:
             self.post(events.Tick())
         except Exception:  # a bug in the core: say so, and keep everything else going
-            self._log.error("scheduling_failed", exc_info=True)
+            self.log.error("scheduling_failed", exc_info=True)
             self._tick_handle = asyncio.get_running_loop().call_later(FAILED_TICK_SECONDS, self._tick)
             return
         self._tick_ended = self.clock()
@@ -361,81 +360,6 @@ class RunLoop:
                 waiter.set_result(None)
 
 
-class _Throttle:
-    """Progress of one attempt, thinned out before it becomes events.
-
-    It waits for two turns of the event loop: tokens that came together with the attempt's end are told by the end alone.
-    """
-
-    __slots__ = ("_loop", "_pending", "_posted_at", "_posted_tokens")
-
-    def __init__(self, loop: RunLoop) -> None:
-        self._loop = loop
-        self._pending: Progress | None = None
-        self._posted_tokens = 0
-        self._posted_at = -math.inf
-
-    def report(self, progress: Progress) -> None:
-        if self._pending is not None:
-            self._pending = progress
-            return
-        if (
-            self._posted_tokens == 0
-            or progress.generated_tokens - self._posted_tokens >= PROGRESS_TOKENS
-            or self._loop.clock() - self._posted_at >= PROGRESS_SECONDS
-        ):
-            self._pending = progress
-            loop = self._loop.event_loop
-            loop.call_soon(loop.call_soon, self._post)
-
-    def end(self) -> None:
-        """The attempt is over: its end says what is left to say."""
-        self._pending = None
-
-    def _post(self) -> None:
-        progress, self._pending = self._pending, None
-        if progress is not None:
-            self._posted_tokens = progress.generated_tokens
-            self._posted_at = self._loop.clock()
-            self._loop.post(
-                events.AttemptProgress(
-                    progress.attempt_id, progress.generated_tokens, progress.prompt_tokens, progress.cached_tokens
-                )
-            )
-
-
 def refusal_of(result: list[actions.Action]) -> Refusal | None:
     """The refusal that `post` returned, if the event was not accepted."""
     return result[0].error if result and isinstance(result[0], actions.Refuse) else None
-
-
-def _request(dispatch: actions.Dispatch) -> AttemptRequest:
-    return AttemptRequest(
-        attempt_id=dispatch.attempt_id,
-        max_new_tokens=dispatch.max_new_tokens,
-        token_bytes=dispatch.token_bytes,
-        text=dispatch.text,
-        sampling=dispatch.sampling,
-        logprobs=dispatch.logprobs,
-        top_logprobs=dispatch.top_logprobs,
-        prompt_logprobs_from=dispatch.prompt_logprobs_from,
-        engine_params=dispatch.engine_params,
-        cache_salt=dispatch.cache_salt,
-    )
-
-
-def _piece(piece: Slice) -> Piece:
-    return Piece(
-        token_bytes=piece.token_bytes,
-        finish_reason=piece.finish_reason,
-        logprob_bytes=piece.logprob_bytes,
-        top_logprobs=piece.top_logprobs,
-        matched_stop=piece.matched_stop,
-        text=piece.text,
-        prompt_tokens=piece.prompt_tokens,
-        cached_tokens=piece.cached_tokens,
-        prompt_token_bytes=piece.prompt_token_bytes,
-        prompt_logprob_bytes=piece.prompt_logprob_bytes,
-        version_spans=piece.version_spans,
-        extras=piece.extras,
-    )

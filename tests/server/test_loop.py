@@ -15,7 +15,8 @@ from rolloutd.scheduler.actions import Abort, Action, Dispatch, Refuse
 from rolloutd.scheduler.machine import Scheduler
 from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.states import AbortReason, Code, FaultKind
-from rolloutd.server.loop import PROGRESS_SECONDS, PROGRESS_TOKENS, RunLoop
+from rolloutd.server.attempt import PROGRESS_SECONDS, PROGRESS_TOKENS
+from rolloutd.server.loop import RunLoop
 from tests.server.fake_door import FakeDoor, tokens
 from tests.server.harness import until
 
