@@ -26,7 +26,8 @@ import orjson
 
 from rolloutd.engines import model_config
 from rolloutd.engines.base import AttemptRequest, EngineFault, EngineInfo, EngineLoad, FaultKind, Progress, Slice
-from rolloutd.engines.frames import Collector, FrameError
+from rolloutd.engines.collector import Collector
+from rolloutd.engines.frames import FrameError
 from rolloutd.engines.http_client import Connection, ConnectionCut, HttpClient, Unreached
 from rolloutd.engines.request_body import encode
 from rolloutd.engines.sglang_attempt import Attempt, ErrorFrame, Silence

@@ -22,7 +22,8 @@ from dataclasses import dataclass
 import orjson
 
 from rolloutd.engines.base import AttemptRequest, Progress, Slice
-from rolloutd.engines.frames import Collector, decode_frame
+from rolloutd.engines.collector import Collector
+from rolloutd.engines.frames import decode_frame
 from rolloutd.engines.http_client import Connection, ConnectionCut
 from rolloutd.engines.sse import EventReader, whole_events
 
@@ -70,7 +71,7 @@ class Attempt:
 
     __slots__ = (
         "_connection", "_events", "_is_settled", "_is_told", "_loop", "_on_over", "_on_progress", "_timeouts", "_trouble",
-        "abort_timer", "collector", "content_type", "deadline", "ended_by_us", "error_body", "opening", "request",
+        "abort_timer", "collector", "content_type", "deadline", "ended_by_us", "error_body", "is_stream", "opening", "request",
         "status", "tell",
     )  # fmt: skip
 
@@ -88,6 +89,7 @@ class Attempt:
         self.collector = collector
         self.tell: Callable[[Slice | Exception], None] | None = tell  # the caller's; None: it gave up
         self.status = 0
+        self.is_stream = False
         self.content_type = ""
         self.error_body = b""  # of an answer that is no stream, cut at _ERROR_BODY_BYTES
         self.ended_by_us = ""  # why we ended it, "" if we did not
@@ -106,10 +108,6 @@ class Attempt:
     @property
     def is_over(self) -> bool:
         return self._is_settled
-
-    @property
-    def is_stream(self) -> bool:
-        return self.status == 200 and self.content_type == _STREAM_TYPE
 
     def start(self, connection: Connection, head: bytes, body: bytes) -> None:
         """Send it; the wait for the header begins."""
@@ -152,7 +150,8 @@ class Attempt:
         self.status = status
         self.content_type = content_type
         self.deadline = self._loop.time() + self._timeouts.idle_seconds
-        if status == 200 and content_type != _STREAM_TYPE:
+        self.is_stream = status == 200 and content_type == _STREAM_TYPE
+        if status == 200 and not self.is_stream:
             self._settle(None)
 
     def on_body(self, piece: bytes) -> None:
