@@ -6,8 +6,8 @@ Invariants
 - Every dispatch reports exactly one end to the core, whatever happens to it: a slice, a fault, an exception (BROKEN, with
   an error in the log) or the loop's own end. So does every control call, except at the very end: what the loop's own end
   cuts off is not told.
-- An attempt has no task: the dispatches of one pass are sent together in the next turn of the event loop, and the door's
-  callbacks tell the rest.
+- An attempt has no task: the dispatches of one pass are sent after it, and the door's callbacks tell the rest. Ends that come
+  in one turn of the event loop are posted one after the other in the next.
 - Scheduling happens on `Tick` only. A tick follows the burst that wanted it, no later than `scheduling_interval_ms`
   after it and, while ticks are dear, not before the loop had as much time for everything else as the last tick took.
 - A door that was removed is closed when its last attempt and its last control call have ended; if those left its engine
@@ -54,9 +54,19 @@ class RunLoop:
         self._doors: dict[str, Door] = {}
         self._outboxes: dict[tuple[str, str], Outbox] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        # What has no entry is read by the caller of post() and by observers.
+        self._performers: dict[type[actions.Action], Callable[[Any], None]] = {
+            actions.Deliver: self._deliver,
+            actions.Dispatch: self._dispatch,
+            actions.Abort: self._stop_attempt,
+            actions.Control: self._begin_control,
+            actions.EndStream: self._end_stream,
+            actions.Record: self._record,
+        }
         self._to_send: list[Attempt] = []
         self._attempts: dict[str, Attempt] = {}  # at their doors
         self._progressed: list[Attempt] = []
+        self._ended: list[tuple[Attempt, events.Event]] = []
         self._calls = 0  # attempts and control calls
         self._idle = asyncio.Event()
         self._idle.set()
@@ -67,6 +77,7 @@ class RunLoop:
         self._tick_cost_seconds = 0.0
         self._tick_ended = -math.inf
         self._inside = False
+        self._is_ticking = False
         self._closed = False
         # Asked for once: in Python 3.11 each get_running_loop() is a system call (getpid).
         self._event_loop: asyncio.AbstractEventLoop | None = None
@@ -82,13 +93,22 @@ class RunLoop:
 
     def post(self, event: events.Event) -> list[actions.Action]:
         """Handle one event and perform what the core asks for. Returns the actions, for the caller's answer."""
+        result = self._handle(event)
+        self._arm()
+        return result
+
+    def _handle(self, event: events.Event) -> list[actions.Action]:
+        """`post`, less looking at when the next tick is wanted."""
         if self._inside:
             raise RuntimeError(f"{type(event).__name__} posted while another event is being handled")
         self._inside = True
         try:
             result = self.core.handle(event, self.clock())
             for action in result:
-                self._perform(action)
+                if (perform := self._performers.get(type(action))) is not None:
+                    perform(action)
+            if self._to_send and not self._is_ticking:
+                self.event_loop.call_soon(self._send)
             for observe in self.observers:
                 try:
                     observe(event, result)
@@ -96,7 +116,6 @@ class RunLoop:
                     self.log.error("observer_failed", event_type=type(event).__name__, exc_info=True)
         finally:
             self._inside = False
-        self._arm()
         return result
 
     def refusal(self, event: events.Event) -> Refusal | None:
@@ -176,6 +195,7 @@ class RunLoop:
         self._to_send, unsent = [], self._to_send
         for attempt in [*unsent, *self._attempts.values()]:
             attempt.hang_up()
+        self._post_ends()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -194,59 +214,67 @@ class RunLoop:
 
     # -- actions out -------------------------------------------------------------------------------------------------
 
-    def _perform(self, action: actions.Action) -> None:
-        match action:
-            case actions.Deliver():
-                outbox = self._outboxes.get((action.run_id, action.consumer_id))
-                if outbox is not None:
-                    outbox.put(action, self.clock())
-            case actions.Dispatch():
-                self._begin_call()
-                held = self._doors.get(action.engine_id)
-                if held is not None:
-                    held.attempts += 1
-                if not self._to_send:
-                    self.event_loop.call_soon(self._send)
-                self._to_send.append(Attempt(self, action, held))
-            case actions.Abort():
-                held = self._doors.get(action.engine_id)
-                if held is not None:
-                    self.spawn(self._abort(action, held.door), f"abort {action.attempt_id}")
-            case actions.Control():
-                if self._closed:  # asked for by the end of something that was hung up
-                    return
-                self._begin_call()
-                held = self._doors.get(action.engine_id)
-                if held is not None:
-                    held.controls += 1
-                self.spawn(self._control(action, held), f"{action.verb.name.lower()} {action.engine_id}")
-            case actions.EndStream():
-                outbox = self._outboxes.get((action.run_id, action.consumer_id))
-                if outbox is not None:
-                    outbox.finish(action.error)
-            case actions.Record():
-                write = self.log.warning if action.level == "warning" else self.log.info
-                write(action.event, **action.fields)
-            case actions.Refuse() | actions.PublishProgress() | actions.PublishEnded() | actions.Decided():
-                pass  # the caller of post() and the observers read them
+    def _deliver(self, action: actions.Deliver) -> None:
+        outbox = self._outboxes.get((action.run_id, action.consumer_id))
+        if outbox is not None:
+            outbox.put(action, self.clock())
+
+    def _dispatch(self, action: actions.Dispatch) -> None:
+        self._begin_call()
+        held = self._doors.get(action.engine_id)
+        if held is not None:
+            held.attempts += 1
+        self._to_send.append(Attempt(self, action, held))
+
+    def _stop_attempt(self, action: actions.Abort) -> None:
+        held = self._doors.get(action.engine_id)
+        if held is not None:
+            self.spawn(self._abort(action, held.door), f"abort {action.attempt_id}")
+
+    def _begin_control(self, action: actions.Control) -> None:
+        if self._closed:  # asked for by the end of something that was hung up
+            return
+        self._begin_call()
+        held = self._doors.get(action.engine_id)
+        if held is not None:
+            held.controls += 1
+        self.spawn(self._control(action, held), f"{action.verb.name.lower()} {action.engine_id}")
+
+    def _end_stream(self, action: actions.EndStream) -> None:
+        outbox = self._outboxes.get((action.run_id, action.consumer_id))
+        if outbox is not None:
+            outbox.finish(action.error)
+
+    def _record(self, action: actions.Record) -> None:
+        write = self.log.warning if action.level == "warning" else self.log.info
+        write(action.event, **action.fields)
 
     def _send(self) -> None:
-        """Begin what was dispatched since the last turn."""
+        """Begin what was dispatched."""
         attempts, self._to_send = self._to_send, []
         for attempt in attempts:
             self._attempts[attempt.dispatch.attempt_id] = attempt
             attempt.begin()
 
     def attempt_over(self, attempt: Attempt, end: events.Event) -> None:
-        """For attempts: the end of one."""
+        """For attempts: the end of one. Ends that come in one turn of the event loop are posted together in the next: what
+        they have in common, in the core's code and in ours, is then at hand for all but the first."""
         self._attempts.pop(attempt.dispatch.attempt_id, None)
-        held = attempt.held
-        if held is not None:
-            held.attempts -= 1
-        try:
-            self._end_call(end, held)
-        except Exception:  # a bug in the core; the door that told us is none of its business
-            self.log.error("end_failed", attempt_id=attempt.dispatch.attempt_id, exc_info=True)
+        if not self._ended:
+            self.event_loop.call_soon(self._post_ends)
+        self._ended.append((attempt, end))
+
+    def _post_ends(self) -> None:
+        ended, self._ended = self._ended, []
+        for attempt, end in ended:
+            held = attempt.held
+            if held is not None:
+                held.attempts -= 1
+            try:
+                self._end_call(end, held)
+            except Exception:  # a bug in the core; the others have ended too
+                self.log.error("end_failed", attempt_id=attempt.dispatch.attempt_id, exc_info=True)
+        self._arm()
 
     def progressed(self, attempt: Attempt) -> None:
         """For attempts: one has progress to post, which it does after two turns of the event loop."""
@@ -274,7 +302,10 @@ class RunLoop:
                 held.controls -= 1
                 if control.verb is Verb.RESUME and isinstance(end, events.ControlEnded):
                     held.paused = False
-            self._end_call(end, held)
+            try:
+                self._end_call(end, held)
+            finally:
+                self._arm()
 
     def _begin_call(self) -> None:
         self._calls += 1
@@ -284,7 +315,7 @@ class RunLoop:
         self._calls -= 1
         try:
             if end is not None:
-                self.post(end)  # may ask for another call to the same engine
+                self._handle(end)  # may ask for another call to the same engine
         finally:
             if held is not None:
                 self._close_if_unused(held)
@@ -346,14 +377,18 @@ class RunLoop:
             self._tick_handle.cancel()
             self._tick_handle = None
         started = self.clock()
+        self._is_ticking = True
         try:
             self.post(events.Tick())
         except Exception:  # a bug in the core: say so, and keep everything else going
             self.log.error("scheduling_failed", exc_info=True)
             self._tick_handle = asyncio.get_running_loop().call_later(FAILED_TICK_SECONDS, self._tick)
             return
+        finally:
+            self._is_ticking = False
         self._tick_ended = self.clock()
         self._tick_cost_seconds = self._tick_ended - started
+        self._send()
         waiters, self._tick_waiters = self._tick_waiters, []
         for waiter in waiters:
             if not waiter.done():
