@@ -36,6 +36,8 @@ from rolloutd.server.outbox import Outbox
 
 # uvloop rounds timers to milliseconds and may fire one early: waiting less would spin.
 MIN_TIMER_SECONDS = 0.001
+# Longer than a look at whether it is quiet comes after the last (`garbage.py`: a second), so that work between two looks counts.
+QUIET_SECONDS = 1.5
 # Pause after a scheduling pass that raised.
 FAILED_TICK_SECONDS = 1.0
 
@@ -68,6 +70,7 @@ class RunLoop:
         self._progressed: list[Attempt] = []
         self._ended: list[tuple[Attempt, events.Event]] = []
         self._calls = 0  # attempts and control calls
+        self._worked_at = -math.inf  # when the last of them ended
         self._idle = asyncio.Event()
         self._idle.set()
         self._tick_waiters: list[asyncio.Future[None]] = []
@@ -177,8 +180,9 @@ class RunLoop:
     # -- life --------------------------------------------------------------------------------------------------------
 
     def is_quiet(self) -> bool:
-        """Whether nothing is on an engine and nothing waits to be."""
-        if self._calls or self.core.wants_tick:
+        """Whether nothing is on an engine, nothing waits to be, and nothing was for `QUIET_SECONDS`. (Under a light load no
+        more is on an engine at most moments.)"""
+        if self._calls or self.core.wants_tick or self.clock() - self._worked_at < QUIET_SECONDS:
             return False
         return not any(self.core.statistics().queued.values())
 
@@ -320,6 +324,7 @@ class RunLoop:
             if held is not None:
                 self._close_if_unused(held)
             if self._calls == 0:
+                self._worked_at = self.clock()
                 self._idle.set()
 
     async def _abort(self, abort: actions.Abort, door: Engine) -> None:
