@@ -1,7 +1,7 @@
 """The narrow door to one inference engine: what the server asks, what an engine answers.
 
 Invariants
-- One call of `generate` is one attempt: one sequence, one fresh engine request id, one end (a `Slice` or an `EngineFault`).
+- One call of `begin` or `generate` is one attempt: one sequence, one fresh engine request id, one end (a `Slice` or an `EngineFault`).
 - Tokens of a slice are exactly those the engine reported, once each; log-probs are aligned with them.
 - Token ids travel as little-endian uint32 bytes, log-probs as little-endian float32 bytes.
 - What every attempt makes one of is a msgspec struct: a frozen dataclass takes ten times as long to build.
@@ -149,6 +149,14 @@ class Slice(msgspec.Struct, frozen=True):
     extras: Mapping[str, Any] = {}
 
 
+class Running(Protocol):
+    """An attempt that was begun."""
+
+    def hang_up(self) -> None:
+        """Give it up, which aborts it in the engine; its `on_end` is not called any more. Does nothing once it has ended."""
+        ...
+
+
 class Engine(Protocol):
     """One inference engine. Every method may raise `EngineFault`; none blocks for ever."""
 
@@ -166,8 +174,22 @@ class Engine(Protocol):
         """Whether new work may be sent (false while starting, paused or shutting down); raises BROKEN when unreachable."""
         ...
 
+    def begin(
+        self,
+        request: AttemptRequest,
+        on_progress: Callable[[Progress], None],
+        on_end: Callable[[Slice | Exception], None],
+    ) -> Running:
+        """Begin one attempt; an EngineFault means that nothing was sent. Both callbacks are called on the event loop, never
+        from inside this call.
+
+        on_end: called once, after which nothing is; with the slice, an EngineFault, or what `on_progress` or a bug raised. It
+        must not raise.
+        """
+        ...
+
     async def generate(self, request: AttemptRequest, on_progress: Callable[[Progress], None]) -> Slice:
-        """Run one attempt to its end. Cancelling the awaiting task hangs up, which aborts the attempt in the engine."""
+        """`begin`, and wait for its end. Cancelling the awaiting task hangs up, which aborts the attempt in the engine."""
         ...
 
     async def abort(self, attempt_id: str) -> None:

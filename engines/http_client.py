@@ -46,6 +46,10 @@ class Receiver(Protocol):
         """A piece of the body, in order."""
         ...
 
+    def on_rest(self) -> None:
+        """All that has arrived so far was handed over, and it is not the end."""
+        ...
+
     def on_end(self, error: ConnectionCut | None) -> None:
         """The answer is complete (None), or will never be."""
         ...
@@ -216,6 +220,9 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError as error:
             self._finish(ConnectionCut(f"the answer is not HTTP: {error}"))
             self.close()
+            return
+        if self._receiver is not None:
+            self._receiver.on_rest()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._client._lost(self)
@@ -284,6 +291,9 @@ class _Whole:
 
     def on_body(self, piece: bytes) -> None:
         self.body += piece
+
+    def on_rest(self) -> None:
+        pass  # the whole is wanted
 
     def on_end(self, error: ConnectionCut | None) -> None:
         if self.done.done():

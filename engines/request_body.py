@@ -12,6 +12,7 @@ What this module does not know: HTTP, answers, context limits (the engine knows 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -43,6 +44,7 @@ _ONE_SEQUENCE = ("n", "beam_width")
 _RESERVED_ID_PREFIX = "HEALTH_CHECK"
 
 _UINT32_BYTES = 4
+_LITTLE_ENDIAN = sys.byteorder == "little"
 
 
 def _refuse(message: str) -> EngineFault:
@@ -68,13 +70,15 @@ def _check_bias(bias: Any, vocabulary_size: int) -> None:
         _check_ids((token,), vocabulary_size, "logit_bias")
 
 
-def _prompt(request: AttemptRequest, vocabulary_size: int) -> dict[str, Any]:
+def _add_prompt(body: dict[str, Any], request: AttemptRequest, vocabulary_size: int) -> None:
     if request.text is not None:
         if request.token_bytes:
             raise _refuse("prompt: give token_bytes or text, not both")
         if not request.text:
             raise _refuse("prompt: the text is empty")
-        return {"text": request.text, "return_prompt_token_ids": True}
+        body["text"] = request.text
+        body["return_prompt_token_ids"] = True
+        return
     if not request.token_bytes:
         raise _refuse("prompt: no tokens")
     if len(request.token_bytes) % _UINT32_BYTES:
@@ -87,7 +91,7 @@ def _prompt(request: AttemptRequest, vocabulary_size: int) -> dict[str, Any]:
             f"prompt: token id {int(ids[position])} at position {position} is outside the vocabulary "
             f"(0 to {vocabulary_size - 1})"
         )
-    return {"input_ids": ids.astype(np.uint32, copy=False)}
+    body["input_ids"] = ids if _LITTLE_ENDIAN else ids.astype(np.uint32)
 
 
 def _sampling(request: AttemptRequest, vocabulary_size: int) -> dict[str, Any]:
@@ -109,24 +113,29 @@ def _sampling(request: AttemptRequest, vocabulary_size: int) -> dict[str, Any]:
     return sampling
 
 
+def _passed_through(request: AttemptRequest, vocabulary_size: int) -> dict[str, Any]:
+    taken = OWN_FIELDS.intersection(request.engine_params)
+    if taken:
+        raise _refuse(
+            f"engine_params: {', '.join(sorted(taken))} cannot be passed through, it is set from the rollout itself"
+        )
+    params = dict(request.engine_params)
+    if params.get("token_ids_logprob") is not None:
+        wanted = params["token_ids_logprob"]
+        if not isinstance(wanted, (list, tuple)):
+            raise _refuse("engine_params: token_ids_logprob must be a list of token ids")
+        _check_ids(wanted, vocabulary_size, "engine_params: token_ids_logprob")
+    return params
+
+
 def encode(request: AttemptRequest, vocabulary_size: int) -> bytes:
     """The JSON body. EngineFault REFUSED, naming the field, for what must not be sent."""
     if not request.attempt_id or request.attempt_id.startswith(_RESERVED_ID_PREFIX):
         raise _refuse(f"attempt_id: {request.attempt_id!r} is empty or reserved by the engine")
     if request.max_new_tokens < 0:
         raise _refuse(f"max_new_tokens: {request.max_new_tokens} is negative")
-    taken = OWN_FIELDS.intersection(request.engine_params)
-    if taken:
-        raise _refuse(
-            f"engine_params: {', '.join(sorted(taken))} cannot be passed through, it is set from the rollout itself"
-        )
-    body: dict[str, Any] = dict(request.engine_params)
-    if body.get("token_ids_logprob") is not None:
-        wanted = body["token_ids_logprob"]
-        if not isinstance(wanted, (list, tuple)):
-            raise _refuse("engine_params: token_ids_logprob must be a list of token ids")
-        _check_ids(wanted, vocabulary_size, "engine_params: token_ids_logprob")
-    body.update(_prompt(request, vocabulary_size))
+    body: dict[str, Any] = _passed_through(request, vocabulary_size) if request.engine_params else {}
+    _add_prompt(body, request, vocabulary_size)
     body["rid"] = request.attempt_id
     body["stream"] = True
     body["sampling_params"] = _sampling(request, vocabulary_size)

@@ -16,9 +16,9 @@ What this module does not know: rollouts, retries, which engine is better; pausi
 from __future__ import annotations
 
 import asyncio
+import functools
 import uuid
 from collections.abc import Callable
-from typing import Any
 from urllib.parse import urlsplit
 
 import msgspec
@@ -26,7 +26,8 @@ import orjson
 
 from rolloutd.engines import model_config
 from rolloutd.engines.base import AttemptRequest, EngineFault, EngineInfo, EngineLoad, FaultKind, Progress, Slice
-from rolloutd.engines.frames import Collector, FrameError
+from rolloutd.engines.collector import Collector
+from rolloutd.engines.frames import FrameError
 from rolloutd.engines.http_client import Connection, ConnectionCut, HttpClient, Unreached
 from rolloutd.engines.request_body import encode
 from rolloutd.engines.sglang_attempt import Attempt, ErrorFrame, Silence
@@ -39,6 +40,8 @@ from rolloutd.engines.sse import EventTooLarge
 # SGLang closes a connection that is idle for 5 s (SGLANG_TIMEOUT_KEEP_ALIVE); dropping ours sooner avoids sending into
 # a reset.
 _KEEPALIVE_SECONDS = 4.0
+# uvloop rounds timers to milliseconds and may fire one early: waiting less would spin.
+_SHORTEST_WAIT_SECONDS = 0.001
 # Enough for any pool of slots we know; a larger number in flight means that the caller lost count.
 DEFAULT_MAX_CONNECTIONS = 4096
 
@@ -77,6 +80,8 @@ class SGLangEngine(SGLangControl):
         self._overlaps = False
         self._attempts: dict[str, Attempt] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._looking: asyncio.TimerHandle | None = None
+        self._patience_seconds = min(timeouts.first_byte_seconds, timeouts.idle_seconds)
 
     # ---- state ----
 
@@ -184,13 +189,13 @@ class SGLangEngine(SGLangControl):
             raise self._fault(FaultKind.REFUSED, "abort: the attempt id is empty")
         attempt = self._attempts.get(attempt_id)
         if attempt is not None and self._is_paused() and not attempt.collector.generated_tokens:
-            attempt.hang_up("abort")  # it waits at the gate, where the engine does not see its abort
+            attempt.end("abort")  # it waits at the gate, where the engine does not see its abort
             return
         if attempt is not None and attempt.abort_timer is None:
             # An abort that reaches the engine before its request does is forgotten there; hanging up works at any
             # moment.
             loop = asyncio.get_running_loop()
-            attempt.abort_timer = loop.call_later(self.timeouts.abort_seconds, attempt.hang_up, "abort")
+            attempt.abort_timer = loop.call_later(self.timeouts.abort_seconds, attempt.end, "abort")
         try:
             status, body = await self._calls.call(
                 "/abort_request",
@@ -203,7 +208,7 @@ class SGLangEngine(SGLangControl):
         except EngineFault:
             if attempt is None:
                 raise
-            attempt.hang_up("abort")
+            attempt.end("abort")
 
     async def resume(self) -> None:
         """See `Engine.resume`."""
@@ -225,13 +230,20 @@ class SGLangEngine(SGLangControl):
         """Hang up everything; running attempts end with BROKEN and what they had."""
         self._calls.closed = True
         for attempt in list(self._attempts.values()):
-            attempt.hang_up("closed")
+            attempt.end("closed")
+        if self._looking is not None:
+            self._looking.cancel()
         self._http.close()
 
     # ---- generation ----
 
-    async def generate(self, request: AttemptRequest, on_progress: Callable[[Progress], None]) -> Slice:
-        """Run one attempt. `on_progress` is called on the event loop after each frame with new tokens."""
+    def begin(
+        self,
+        request: AttemptRequest,
+        on_progress: Callable[[Progress], None],
+        on_end: Callable[[Slice | Exception], None],
+    ) -> Attempt:
+        """See `Engine.begin`. `on_progress` is called after each piece of the answer with new tokens."""
         if self._info is None:
             raise self._fault(FaultKind.BUSY, "not registered yet")
         body = encode(request, self._vocabulary)
@@ -246,76 +258,124 @@ class SGLangEngine(SGLangControl):
         if self._loop is None:
             self._loop = asyncio.get_running_loop()  # once: in Python 3.11 each of these is a system call
         collector = Collector(request, self._incremental)
-        attempt = Attempt(request, collector, self.timeouts, on_progress, self._loop, self._is_paused)
+        attempt = Attempt(request, collector, self.timeouts, on_progress, on_end, self._over, self._loop)
         self._attempts[request.attempt_id] = attempt
-        try:
-            return await self._run(attempt, body)
-        finally:
-            del self._attempts[request.attempt_id]
-            attempt.release()
+        connection = self._http.free()
+        if connection is not None:
+            self._start(attempt, connection, body)
+        else:
+            attempt.opening = self._loop.create_task(self._http.connect())
+            attempt.opening.add_done_callback(functools.partial(self._opened, attempt, body))
+        return attempt
 
-    async def _run(self, attempt: Attempt, body: bytes) -> Slice:
-        collector = attempt.collector
-        trouble = FaultKind.BROKEN, "the stream ended before the attempt did"
+    async def generate(self, request: AttemptRequest, on_progress: Callable[[Progress], None]) -> Slice:
+        """See `Engine.generate`."""
+        ended: asyncio.Future[Slice | Exception] = asyncio.get_running_loop().create_future()
+
+        def on_end(end: Slice | Exception) -> None:
+            if not ended.done():  # cancelled in the same moment
+                ended.set_result(end)
+
+        attempt = self.begin(request, on_progress, on_end)
         try:
-            connection = self._http.free() or await self._connect(attempt)
-            if connection is not None:
-                attempt.start(connection, self._generate_head, body)
-            await attempt.done
-        except Unreached as error:
-            trouble = FaultKind.UNREACHED, str(error)
-        except Silence as silence:
-            trouble = FaultKind.SILENT, self._silence(attempt, answered=silence.answered)
-        except ConnectionCut as error:
-            trouble = FaultKind.BROKEN, str(error)
-        except ErrorFrame as error:
-            kind = FaultKind.BROKEN if error.code is None else kind_of_status(error.code)
-            raise self._fault(kind, error_text(error.data), collector) from None
-        except (msgspec.MsgspecError, FrameError, EventTooLarge, UnicodeDecodeError) as error:
-            raise self._fault(FaultKind.BROKEN, f"frame not understood: {error}", collector) from error
+            end = await ended
+        finally:
+            attempt.hang_up()
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    def _opened(self, attempt: Attempt, body: bytes, opening: asyncio.Task[Connection]) -> None:
+        attempt.opening = None
+        if opening.cancelled():
+            attempt.fail(ConnectionCut("connecting was cancelled"))
+        elif (error := opening.exception()) is not None:
+            attempt.fail(error if isinstance(error, Exception) else RuntimeError(f"connecting ended with {error!r}"))
+        elif attempt.is_over:
+            opening.result().close()  # it came about in the same moment
+        else:
+            self._start(attempt, opening.result(), body)
+
+    def _start(self, attempt: Attempt, connection: Connection, body: bytes) -> None:
+        attempt.start(connection, self._generate_head, body)
+        self._look_by(self._patience_seconds)
+
+    def _over(self, attempt: Attempt, trouble: Exception | None) -> None:
+        """The one end of every attempt."""
+        del self._attempts[attempt.request.attempt_id]
+        if attempt.tell is None:
+            return
+        end: Slice | Exception
+        try:
+            end = self._end_of(attempt, trouble)
+        except Exception as error:  # a bug here is told like the others
+            end = error
+        attempt.tell(end)
+
+    def _end_of(self, attempt: Attempt, trouble: Exception | None) -> Slice | Exception:
+        collector = attempt.collector
+        kind, message = FaultKind.BROKEN, "the stream ended before the attempt did"
+        match trouble:
+            case None:
+                pass
+            case Unreached():
+                kind, message = FaultKind.UNREACHED, str(trouble)
+            case Silence():
+                kind, message = FaultKind.SILENT, self._silence(attempt, answered=trouble.answered)
+            case ConnectionCut():
+                message = str(trouble)
+            case ErrorFrame():
+                kind = FaultKind.BROKEN if trouble.code is None else kind_of_status(trouble.code)
+                return self._fault(kind, error_text(trouble.data), collector)
+            case msgspec.MsgspecError() | FrameError() | EventTooLarge() | UnicodeDecodeError():
+                return self._fault(FaultKind.BROKEN, f"frame not understood: {trouble}", collector)
+            case _:
+                return trouble
         if collector.finish is not None:
             return self._outcome(collector)
-        if attempt.hung_up == "abort":
+        if attempt.ended_by_us == "abort":
             return collector.slice("abort")
-        if attempt.hung_up:
-            raise self._fault(FaultKind.BROKEN, "the door was closed", collector)
+        if attempt.ended_by_us:
+            return self._fault(FaultKind.BROKEN, "the door was closed", collector)
         if attempt.status and attempt.status != 200:
             text = error_text(attempt.error_body)
-            raise self._fault(kind_of_status(attempt.status), f"/generate answered {attempt.status}: {text}")
+            return self._fault(kind_of_status(attempt.status), f"/generate answered {attempt.status}: {text}")
         if attempt.status and not attempt.is_stream:
             kind_of_page = attempt.content_type or "no content type"
-            raise self._fault(
+            return self._fault(
                 FaultKind.BROKEN, f"/generate answered {kind_of_page}, not an event stream; is this SGLang?"
             )
-        raise self._fault(*trouble, collector)
+        return self._fault(kind, message, collector)
 
-    async def _connect(self, attempt: Attempt) -> Connection | None:
-        """A new connection, or None when the attempt was hung up on before."""
-        opening = asyncio.create_task(self._http.connect())
-        waits: set[asyncio.Future[Any]] = {opening, attempt.done}
-        wanted = False
-        try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            wanted = not attempt.done.done()
-            return opening.result() if wanted else None
-        finally:
-            if not wanted and not opening.cancel() and opening.exception() is None:
-                opening.result().close()  # it came about in the same moment
-
-    def _outcome(self, collector: Collector) -> Slice:
+    def _outcome(self, collector: Collector) -> Slice | EngineFault:
         finish = collector.finish
         assert finish is not None
         if finish.type in ("stop", "length"):
             return collector.slice(finish.type)
         if finish.type != "abort":
-            raise self._fault(FaultKind.BROKEN, f"unknown finish reason {finish.type!r}", collector)
+            return self._fault(FaultKind.BROKEN, f"unknown finish reason {finish.type!r}", collector)
         if finish.status_code is None:
             return collector.slice("abort")
-        raise self._fault(
+        return self._fault(
             kind_of_status(finish.status_code),
             finish.message or f"aborted with status {finish.status_code}",
             collector,
         )
+
+    def _look_by(self, seconds: float) -> None:
+        """Look at the deadlines of all attempts within so many seconds: the shortest wait that one may have begun."""
+        assert self._loop is not None
+        if self._looking is None:
+            self._looking = self._loop.call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        self._looking = None
+        for attempt in list(self._attempts.values()):
+            attempt.look(self._is_paused())
+        if self._attempts:
+            assert self._loop is not None
+            soonest = min(attempt.deadline for attempt in self._attempts.values()) - self._loop.time()
+            self._look_by(min(max(_SHORTEST_WAIT_SECONDS, soonest), self._patience_seconds))
 
     def _silence(self, attempt: Attempt, *, answered: bool) -> str:
         if attempt.collector.generated_tokens:

@@ -38,7 +38,7 @@ class EventReader:
     def feed(self, piece: bytes) -> list[bytes]:
         """Data of the events that this piece completes, in order; data lines of one event are joined by a newline."""
         buffer = self._buffer
-        if not buffer and not self._data and piece.endswith(b"\n\n") and (whole := _whole_events(piece)) is not None:
+        if not buffer and not self._data and (whole := whole_events(piece)) is not None:
             return whole
         events: list[bytes] = []
         buffer += piece
@@ -58,9 +58,11 @@ class EventReader:
         return events
 
 
-def _whole_events(piece: bytes) -> list[bytes] | None:
+def whole_events(piece: bytes) -> list[bytes] | None:
     """The events of a piece that holds nothing but whole ones of one `data: ` line each, as engines write them; else
     None."""
+    if not piece.endswith(b"\n\n"):
+        return None
     events: list[bytes] = []
     begin = 0
     while begin < len(piece):

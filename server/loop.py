@@ -3,9 +3,11 @@
 Invariants
 - The core is entered by one caller at a time, on one thread, and never from inside itself: performing an action posts
   nothing synchronously.
-- Every dispatch reports exactly one end to the core, whatever happens to its task: a slice, a fault, an exception
-  (BROKEN, with an error in the log) or a cancellation. So does every control call, except at the very end: what the
-  loop's own end cuts off is not told.
+- Every dispatch reports exactly one end to the core, whatever happens to it: a slice, a fault, an exception (BROKEN, with
+  an error in the log) or the loop's own end. So does every control call, except at the very end: what the loop's own end
+  cuts off is not told.
+- An attempt has no task: the dispatches of one pass are sent after it, and the door's callbacks tell the rest. Ends that come
+  in one turn of the event loop are posted one after the other in the next.
 - Scheduling happens on `Tick` only. A tick follows the burst that wanted it, no later than `scheduling_interval_ms`
   after it and, while ticks are dear, not before the loop had as much time for everything else as the last tick took.
 - A door that was removed is closed when its last attempt and its last control call have ended; if those left its engine
@@ -20,39 +22,26 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any
 
-from rolloutd.engines.base import AttemptRequest, Engine, EngineFault, Progress, Slice
-from rolloutd.engines.base import FaultKind as DoorFault
+from rolloutd.engines.base import Engine, EngineFault
 from rolloutd.scheduler import actions, events
 from rolloutd.scheduler.machine import Scheduler
 from rolloutd.scheduler.refusal import Refusal
-from rolloutd.scheduler.result import Piece
-from rolloutd.scheduler.states import FaultKind, Verb
-from rolloutd.server.controlling import FAULTS, carry_out
+from rolloutd.scheduler.states import Verb
+from rolloutd.server.attempt import Attempt, Door
+from rolloutd.server.controlling import carry_out
 from rolloutd.server.logging import get_logger
 from rolloutd.server.outbox import Outbox
 
-# Progress of an attempt is passed on at its first token, then after this many tokens (half of the core's KV headroom of
-# 64) or this much time, whichever comes first.
-PROGRESS_TOKENS = 32
-PROGRESS_SECONDS = 0.1
 # uvloop rounds timers to milliseconds and may fire one early: waiting less would spin.
 MIN_TIMER_SECONDS = 0.001
+# Longer than a look at whether it is quiet comes after the last (`garbage.py`: a second), so that work between two looks counts.
+QUIET_SECONDS = 1.5
 # Pause after a scheduling pass that raised.
 FAILED_TICK_SECONDS = 1.0
 
 Observer = Callable[[events.Event, list[actions.Action]], None]
-
-
-@dataclass(slots=True)
-class _Door:
-    door: Engine
-    attempts: int = 0
-    controls: int = 0
-    removed: bool = False
-    paused: bool = False  # by a call of ours that no resume came after
 
 
 class RunLoop:
@@ -63,11 +52,25 @@ class RunLoop:
         self.clock = clock
         self.observers: list[Observer] = []
         self._interval_seconds = interval_seconds
-        self._log = get_logger("loop")
-        self._doors: dict[str, _Door] = {}
+        self.log = get_logger("loop")
+        self._doors: dict[str, Door] = {}
         self._outboxes: dict[tuple[str, str], Outbox] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        # What has no entry is read by the caller of post() and by observers.
+        self._performers: dict[type[actions.Action], Callable[[Any], None]] = {
+            actions.Deliver: self._deliver,
+            actions.Dispatch: self._dispatch,
+            actions.Abort: self._stop_attempt,
+            actions.Control: self._begin_control,
+            actions.EndStream: self._end_stream,
+            actions.Record: self._record,
+        }
+        self._to_send: list[Attempt] = []
+        self._attempts: dict[str, Attempt] = {}  # at their doors
+        self._progressed: list[Attempt] = []
+        self._ended: list[tuple[Attempt, events.Event]] = []
         self._calls = 0  # attempts and control calls
+        self._worked_at = -math.inf  # when the last of them ended
         self._idle = asyncio.Event()
         self._idle.set()
         self._tick_waiters: list[asyncio.Future[None]] = []
@@ -77,6 +80,7 @@ class RunLoop:
         self._tick_cost_seconds = 0.0
         self._tick_ended = -math.inf
         self._inside = False
+        self._is_ticking = False
         self._closed = False
         # Asked for once: in Python 3.11 each get_running_loop() is a system call (getpid).
         self._event_loop: asyncio.AbstractEventLoop | None = None
@@ -92,21 +96,29 @@ class RunLoop:
 
     def post(self, event: events.Event) -> list[actions.Action]:
         """Handle one event and perform what the core asks for. Returns the actions, for the caller's answer."""
+        result = self._handle(event)
+        self._arm()
+        return result
+
+    def _handle(self, event: events.Event) -> list[actions.Action]:
+        """`post`, less looking at when the next tick is wanted."""
         if self._inside:
             raise RuntimeError(f"{type(event).__name__} posted while another event is being handled")
         self._inside = True
         try:
             result = self.core.handle(event, self.clock())
             for action in result:
-                self._perform(action)
+                if (perform := self._performers.get(type(action))) is not None:
+                    perform(action)
+            if self._to_send and not self._is_ticking:
+                self.event_loop.call_soon(self._send)
             for observe in self.observers:
                 try:
                     observe(event, result)
                 except Exception:  # a bug in who looks on must not cost the event what it is
-                    self._log.error("observer_failed", event_type=type(event).__name__, exc_info=True)
+                    self.log.error("observer_failed", event_type=type(event).__name__, exc_info=True)
         finally:
             self._inside = False
-        self._arm()
         return result
 
     def refusal(self, event: events.Event) -> Refusal | None:
@@ -131,7 +143,7 @@ class RunLoop:
         """Make a door known before its engine joins. One door per engine id."""
         if engine_id in self._doors:
             raise ValueError(f"engine {engine_id} has a door already")
-        self._doors[engine_id] = _Door(door)
+        self._doors[engine_id] = Door(door)
 
     def remove_door(self, engine_id: str) -> None:
         """Forget a door; it is closed when its last call has ended."""
@@ -168,8 +180,9 @@ class RunLoop:
     # -- life --------------------------------------------------------------------------------------------------------
 
     def is_quiet(self) -> bool:
-        """Whether nothing is on an engine and nothing waits to be."""
-        if self._calls or self.core.wants_tick:
+        """Whether nothing is on an engine, nothing waits to be, and nothing was for `QUIET_SECONDS`. (Under a light load no
+        more is on an engine at most moments.)"""
+        if self._calls or self.core.wants_tick or self.clock() - self._worked_at < QUIET_SECONDS:
             return False
         return not any(self.core.statistics().queued.values())
 
@@ -183,6 +196,10 @@ class RunLoop:
         for handle in (self._timer, self._tick_handle):
             if handle is not None:
                 handle.cancel()
+        self._to_send, unsent = [], self._to_send
+        for attempt in [*unsent, *self._attempts.values()]:
+            attempt.hang_up()
+        self._post_ends()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -197,74 +214,88 @@ class RunLoop:
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            self._log.error("task_failed", task=task.get_name(), exc_info=error)
+            self.log.error("task_failed", task=task.get_name(), exc_info=error)
 
     # -- actions out -------------------------------------------------------------------------------------------------
 
-    def _perform(self, action: actions.Action) -> None:
-        match action:
-            case actions.Deliver():
-                outbox = self._outboxes.get((action.run_id, action.consumer_id))
-                if outbox is not None:
-                    outbox.put(action, self.clock())
-            case actions.Dispatch():
-                self._begin_call()
-                held = self._doors.get(action.engine_id)
-                if held is not None:
-                    held.attempts += 1
-                self.spawn(self._attempt(action, held), f"attempt {action.attempt_id}")
-            case actions.Abort():
-                held = self._doors.get(action.engine_id)
-                if held is not None:
-                    self.spawn(self._abort(action, held.door), f"abort {action.attempt_id}")
-            case actions.Control():
-                if self._closed:  # asked for by the end of something that was hung up
-                    return
-                self._begin_call()
-                held = self._doors.get(action.engine_id)
-                if held is not None:
-                    held.controls += 1
-                self.spawn(self._control(action, held), f"{action.verb.name.lower()} {action.engine_id}")
-            case actions.EndStream():
-                outbox = self._outboxes.get((action.run_id, action.consumer_id))
-                if outbox is not None:
-                    outbox.finish(action.error)
-            case actions.Record():
-                write = self._log.warning if action.level == "warning" else self._log.info
-                write(action.event, **action.fields)
-            case actions.Refuse() | actions.PublishProgress() | actions.PublishEnded() | actions.Decided():
-                pass  # the caller of post() and the observers read them
+    def _deliver(self, action: actions.Deliver) -> None:
+        outbox = self._outboxes.get((action.run_id, action.consumer_id))
+        if outbox is not None:
+            outbox.put(action, self.clock())
 
-    async def _attempt(self, dispatch: actions.Dispatch, held: _Door | None) -> None:
-        end: events.Event
-        progress = _Throttle(self)
-        try:
-            if held is None:
-                raise EngineFault(DoorFault.BROKEN, f"engine {dispatch.engine_id} is not known any more")
-            piece = await held.door.generate(_request(dispatch), progress.report)
-            end = events.AttemptEnded(dispatch.attempt_id, _piece(piece))
-        except EngineFault as fault:
-            partial = _piece(fault.partial) if fault.partial is not None else None
-            end = events.AttemptFailed(dispatch.attempt_id, FAULTS[fault.kind], fault.message, partial)
-        except asyncio.CancelledError:
-            self._attempt_over(events.AttemptFailed(dispatch.attempt_id, FaultKind.BROKEN, "hung up"), held)
-            raise
-        except Exception as error:
-            self._log.error(
-                "attempt_crashed", attempt_id=dispatch.attempt_id, engine_id=dispatch.engine_id, exc_info=True
-            )
-            message = f"unexpected {type(error).__name__}: {error}"
-            end = events.AttemptFailed(dispatch.attempt_id, FaultKind.BROKEN, message)
-        finally:
-            progress.end()
-        self._attempt_over(end, held)
-
-    def _attempt_over(self, end: events.Event, held: _Door | None) -> None:
+    def _dispatch(self, action: actions.Dispatch) -> None:
+        self._begin_call()
+        held = self._doors.get(action.engine_id)
         if held is not None:
-            held.attempts -= 1
-        self._end_call(end, held)
+            held.attempts += 1
+        self._to_send.append(Attempt(self, action, held))
 
-    async def _control(self, control: actions.Control, held: _Door | None) -> None:
+    def _stop_attempt(self, action: actions.Abort) -> None:
+        held = self._doors.get(action.engine_id)
+        if held is not None:
+            self.spawn(self._abort(action, held.door), f"abort {action.attempt_id}")
+
+    def _begin_control(self, action: actions.Control) -> None:
+        if self._closed:  # asked for by the end of something that was hung up
+            return
+        self._begin_call()
+        held = self._doors.get(action.engine_id)
+        if held is not None:
+            held.controls += 1
+        self.spawn(self._control(action, held), f"{action.verb.name.lower()} {action.engine_id}")
+
+    def _end_stream(self, action: actions.EndStream) -> None:
+        outbox = self._outboxes.get((action.run_id, action.consumer_id))
+        if outbox is not None:
+            outbox.finish(action.error)
+
+    def _record(self, action: actions.Record) -> None:
+        write = self.log.warning if action.level == "warning" else self.log.info
+        write(action.event, **action.fields)
+
+    def _send(self) -> None:
+        """Begin what was dispatched."""
+        attempts, self._to_send = self._to_send, []
+        for attempt in attempts:
+            self._attempts[attempt.dispatch.attempt_id] = attempt
+            attempt.begin()
+
+    def attempt_over(self, attempt: Attempt, end: events.Event) -> None:
+        """For attempts: the end of one. Ends that come in one turn of the event loop are posted together in the next: what
+        they have in common, in the core's code and in ours, is then at hand for all but the first."""
+        self._attempts.pop(attempt.dispatch.attempt_id, None)
+        if not self._ended:
+            self.event_loop.call_soon(self._post_ends)
+        self._ended.append((attempt, end))
+
+    def _post_ends(self) -> None:
+        ended, self._ended = self._ended, []
+        for attempt, end in ended:
+            held = attempt.held
+            if held is not None:
+                held.attempts -= 1
+            try:
+                self._end_call(end, held)
+            except Exception:  # a bug in the core; the others have ended too
+                self.log.error("end_failed", attempt_id=attempt.dispatch.attempt_id, exc_info=True)
+        self._arm()
+
+    def progressed(self, attempt: Attempt) -> None:
+        """For attempts: one has progress to post, which it does after two turns of the event loop."""
+        if not self._progressed:
+            loop = self.event_loop
+            loop.call_soon(loop.call_soon, self._post_progress)
+        self._progressed.append(attempt)
+
+    def _post_progress(self) -> None:
+        attempts, self._progressed = self._progressed, []
+        for attempt in attempts:
+            try:
+                attempt.post_progress()
+            except Exception:  # a bug in the core; the others have progress too
+                self.log.error("progress_failed", attempt_id=attempt.dispatch.attempt_id, exc_info=True)
+
+    async def _control(self, control: actions.Control, held: Door | None) -> None:
         end: events.Event | None = None
         if held is not None and control.verb is Verb.PAUSE:
             held.paused = True
@@ -275,42 +306,46 @@ class RunLoop:
                 held.controls -= 1
                 if control.verb is Verb.RESUME and isinstance(end, events.ControlEnded):
                     held.paused = False
-            self._end_call(end, held)
+            try:
+                self._end_call(end, held)
+            finally:
+                self._arm()
 
     def _begin_call(self) -> None:
         self._calls += 1
         self._idle.clear()
 
-    def _end_call(self, end: events.Event | None, held: _Door | None) -> None:
+    def _end_call(self, end: events.Event | None, held: Door | None) -> None:
         self._calls -= 1
         try:
             if end is not None:
-                self.post(end)  # may ask for another call to the same engine
+                self._handle(end)  # may ask for another call to the same engine
         finally:
             if held is not None:
                 self._close_if_unused(held)
             if self._calls == 0:
+                self._worked_at = self.clock()
                 self._idle.set()
 
     async def _abort(self, abort: actions.Abort, door: Engine) -> None:
         try:
             await door.abort(abort.attempt_id)
         except EngineFault as fault:  # the core's abort_seconds deal with an abort that has no effect
-            self._log.warning(
+            self.log.warning(
                 "abort_failed", attempt_id=abort.attempt_id, engine_id=abort.engine_id, message=fault.message
             )
 
-    def _close_if_unused(self, held: _Door) -> None:
+    def _close_if_unused(self, held: Door) -> None:
         if held.removed and held.attempts == 0 and held.controls == 0:
             self.spawn(self._part(held), f"close {held.door.url}")
 
-    async def _part(self, held: _Door) -> None:
+    async def _part(self, held: Door) -> None:
         """Close a removed door. An engine that was removed in the middle of an update would stand still for ever."""
         try:
             if held.paused:
                 await held.door.resume()
         except EngineFault as fault:
-            self._log.warning("engine_left_paused", url=held.door.url, message=fault.message)
+            self.log.warning("engine_left_paused", url=held.door.url, message=fault.message)
         finally:
             await held.door.close()
 
@@ -347,95 +382,24 @@ class RunLoop:
             self._tick_handle.cancel()
             self._tick_handle = None
         started = self.clock()
+        self._is_ticking = True
         try:
             self.post(events.Tick())
         except Exception:  # a bug in the core: say so, and keep everything else going
-            self._log.error("scheduling_failed", exc_info=True)
+            self.log.error("scheduling_failed", exc_info=True)
             self._tick_handle = asyncio.get_running_loop().call_later(FAILED_TICK_SECONDS, self._tick)
             return
+        finally:
+            self._is_ticking = False
         self._tick_ended = self.clock()
         self._tick_cost_seconds = self._tick_ended - started
+        self._send()
         waiters, self._tick_waiters = self._tick_waiters, []
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
 
 
-class _Throttle:
-    """Progress of one attempt, thinned out before it becomes events.
-
-    It waits for two turns of the event loop: tokens that came together with the attempt's end are told by the end alone.
-    """
-
-    __slots__ = ("_loop", "_pending", "_posted_at", "_posted_tokens")
-
-    def __init__(self, loop: RunLoop) -> None:
-        self._loop = loop
-        self._pending: Progress | None = None
-        self._posted_tokens = 0
-        self._posted_at = -math.inf
-
-    def report(self, progress: Progress) -> None:
-        if self._pending is not None:
-            self._pending = progress
-            return
-        if (
-            self._posted_tokens == 0
-            or progress.generated_tokens - self._posted_tokens >= PROGRESS_TOKENS
-            or self._loop.clock() - self._posted_at >= PROGRESS_SECONDS
-        ):
-            self._pending = progress
-            loop = self._loop.event_loop
-            loop.call_soon(loop.call_soon, self._post)
-
-    def end(self) -> None:
-        """The attempt is over: its end says what is left to say."""
-        self._pending = None
-
-    def _post(self) -> None:
-        progress, self._pending = self._pending, None
-        if progress is not None:
-            self._posted_tokens = progress.generated_tokens
-            self._posted_at = self._loop.clock()
-            self._loop.post(
-                events.AttemptProgress(
-                    progress.attempt_id, progress.generated_tokens, progress.prompt_tokens, progress.cached_tokens
-                )
-            )
-
-
 def refusal_of(result: list[actions.Action]) -> Refusal | None:
     """The refusal that `post` returned, if the event was not accepted."""
     return result[0].error if result and isinstance(result[0], actions.Refuse) else None
-
-
-def _request(dispatch: actions.Dispatch) -> AttemptRequest:
-    return AttemptRequest(
-        attempt_id=dispatch.attempt_id,
-        max_new_tokens=dispatch.max_new_tokens,
-        token_bytes=dispatch.token_bytes,
-        text=dispatch.text,
-        sampling=dispatch.sampling,
-        logprobs=dispatch.logprobs,
-        top_logprobs=dispatch.top_logprobs,
-        prompt_logprobs_from=dispatch.prompt_logprobs_from,
-        engine_params=dispatch.engine_params,
-        cache_salt=dispatch.cache_salt,
-    )
-
-
-def _piece(piece: Slice) -> Piece:
-    return Piece(
-        token_bytes=piece.token_bytes,
-        finish_reason=piece.finish_reason,
-        logprob_bytes=piece.logprob_bytes,
-        top_logprobs=piece.top_logprobs,
-        matched_stop=piece.matched_stop,
-        text=piece.text,
-        prompt_tokens=piece.prompt_tokens,
-        cached_tokens=piece.cached_tokens,
-        prompt_token_bytes=piece.prompt_token_bytes,
-        prompt_logprob_bytes=piece.prompt_logprob_bytes,
-        version_spans=piece.version_spans,
-        extras=piece.extras,
-    )

@@ -11,6 +11,7 @@ What this module does not know: HTTP (`metrics_endpoint.py`) and how the core co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import (
     CollectorRegistry,
@@ -26,7 +27,7 @@ from prometheus_client.registry import Collector
 
 from rolloutd.scheduler import actions, events
 from rolloutd.scheduler.result import RolloutResult
-from rolloutd.scheduler.states import OUTCOMES, AbortReason, RolloutClass, TaskType, TrainerState
+from rolloutd.scheduler.states import OUTCOMES, AbortReason, Outcome, RolloutClass, TaskType, TrainerState
 from rolloutd.scheduler.views import RunView
 from rolloutd.server.kv_metrics import KvEventsMetrics
 from rolloutd.server.loop import RunLoop
@@ -34,7 +35,7 @@ from rolloutd.server.over_launch_metrics import run_over_launch
 from rolloutd.server.reload import Reloader
 from rolloutd.server.rule_metrics import RuleMetrics
 from rolloutd.server.state import ServerState
-from rolloutd.server.tallies import CountTally, SpreadTally
+from rolloutd.server.tallies import Count, CountTally, Spread, SpreadTally
 from rolloutd.server.version_metrics import VersionMetrics, engine_versions, run_versions
 
 MAX_RUN_LABELS = 64
@@ -75,7 +76,8 @@ class Metrics:
         self._prompt = self._count("prompt_tokens", "Prompt tokens of dispatched rollouts")
         self._predicted = self._count("prefix_hit_predicted_tokens", "Prompt tokens expected in a prefix cache")
         self._hit = self._count("prefix_hit_actual_tokens", "Prompt tokens engines served from their prefix cache")
-        self._labels = {(kind, task): (label(kind), label(task)) for kind in RolloutClass for task in TaskType}
+        self._rows: dict[tuple[RolloutClass, TaskType], _Row] = {}
+        self._outcomes: dict[tuple[RolloutClass, TaskType, Outcome], Count] = {}
         self._aborts = Counter("rolloutd_aborts", "Attempts asked to stop", ["reason"], registry=self.registry)
         self._refused = Counter(
             "rolloutd_submissions_refused", "Submissions refused", ["reason"], registry=self.registry
@@ -112,34 +114,66 @@ class Metrics:
         if isinstance(event, events.AttachConsumer):
             return  # what is delivered again was counted when it ended
         for action in result:
-            ended = actions.ended(action)
-            if ended is not None:
-                self._ended(ended)
-            elif isinstance(action, actions.Deliver):
-                if isinstance(action.event, actions.Rejected):
-                    self._refused.labels(action.event.error.reason).inc()
+            if isinstance(action, actions.Deliver):
+                delivered = action.event
+                if isinstance(delivered, actions.Finished):
+                    if (ended := actions.ended(action)) is not None:
+                        self._ended(ended)
+                elif isinstance(delivered, actions.Rejected):
+                    self._refused.labels(delivered.error.reason).inc()
+            elif isinstance(action, actions.Undelivered):
+                if (ended := actions.ended(action)) is not None:
+                    self._ended(ended)
             elif isinstance(action, actions.Abort):
                 self._aborts.labels(AbortReason(action.reason).name.lower()).inc()
 
     def _ended(self, result: RolloutResult) -> None:
-        labels = self._labels[result.rollout_class, result.task_type]
-        row = OUTCOMES[result.outcome]
-        self._finished.add((*labels, row.label))
-        if row.engines_fault:
+        kind = result.rollout_class, result.task_type
+        row = self._rows.get(kind) or self._row(*kind)
+        outcome = self._outcomes.get((*kind, result.outcome)) or self._outcome(*kind, result.outcome)
+        outcome.add()
+        if OUTCOMES[result.outcome].engines_fault:
             self._faults.add()
         self._versions.ended(result)
-        self._wait.add(labels, result.queued_seconds)
-        self._total.add(labels, result.total_seconds)
+        row.wait.add(result.queued_seconds)
+        row.total.add(result.total_seconds)
         if result.first_token_seconds:
-            self._first_token.add(labels, result.first_token_seconds)
+            row.first_token.add(result.first_token_seconds)
         if result.complete:
-            self._length.add(labels, result.generated_tokens)
+            row.length.add(result.generated_tokens)
             self._batch.add((result.engine_id,), result.running_seconds)
-        self._generated.add(labels, result.generated_tokens)
+        row.generated.add(result.generated_tokens)
         if result.attempts:
             self._prompt.add(amount=result.prompt_tokens)
             self._predicted.add(amount=result.predicted_cached_tokens)
             self._hit.add(amount=result.cached_tokens)
+
+    def _row(self, rollout_class: RolloutClass, task_type: TaskType) -> _Row:
+        labels = (label(rollout_class), label(task_type))
+        row = self._rows[rollout_class, task_type] = _Row(
+            self._wait.series(labels),
+            self._first_token.series(labels),
+            self._total.series(labels),
+            self._length.series(labels),
+            self._generated.series(labels),
+        )
+        return row
+
+    def _outcome(self, rollout_class: RolloutClass, task_type: TaskType, outcome: Outcome) -> Count:
+        labels = (label(rollout_class), label(task_type), OUTCOMES[outcome].label)
+        series = self._outcomes[rollout_class, task_type, outcome] = self._finished.series(labels)
+        return series
+
+
+@dataclass(slots=True)
+class _Row:
+    """The series that the end of a rollout of one class and task is added to."""
+
+    wait: Spread
+    first_token: Spread
+    total: Spread
+    length: Spread
+    generated: Count
 
 
 class _TrainerClock:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import base64
 import math
-import operator
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -147,22 +146,11 @@ def to_event(
     return message
 
 
-# Fields of a result that the contract has under the same name and type.
-_SAME_FIELDS = tuple(
-    """run_id group_id sample_index session_id turn complete text prompt_token_bytes prompt_logprob_bytes engine_id
-    attempts preemptions prompt_tokens cached_tokens generated_tokens clipped prompt_hash token_bytes
-    logprob_bytes policy_version stale""".split()
-)
-_same_fields = operator.attrgetter(*_SAME_FIELDS)
-
-
 def to_result(result: RolloutResult, into: ResultMessage | None = None) -> ResultMessage:
     """The end of one rollout, written in place where the caller has a message."""
     message = ResultMessage() if into is None else into
     message.rollout_id = result.rollout_id
-    for name, value in zip(_SAME_FIELDS, _same_fields(result), strict=True):
-        if value:  # what is absent reads as zero or empty
-            setattr(message, name, value)
+    _add_plain(message, result)
     rollout_class: Any = result.rollout_class + 1
     task_type: Any = result.task_type + 1
     outcome: Any = result.outcome + 1
@@ -190,6 +178,52 @@ def to_result(result: RolloutResult, into: ResultMessage | None = None) -> Resul
     if result.extras:
         message.extras.CopyFrom(to_struct(result.extras))
     return message
+
+
+def _add_plain(message: ResultMessage, result: RolloutResult) -> None:
+    """Fields that the contract has under the same name and type. What is absent reads as zero or empty."""
+    if result.run_id:
+        message.run_id = result.run_id
+    if result.group_id:
+        message.group_id = result.group_id
+    if result.sample_index:
+        message.sample_index = result.sample_index
+    if result.session_id:
+        message.session_id = result.session_id
+    if result.turn:
+        message.turn = result.turn
+    if result.complete:
+        message.complete = result.complete
+    if result.text:
+        message.text = result.text
+    if result.prompt_token_bytes:
+        message.prompt_token_bytes = result.prompt_token_bytes
+    if result.prompt_logprob_bytes:
+        message.prompt_logprob_bytes = result.prompt_logprob_bytes
+    if result.engine_id:
+        message.engine_id = result.engine_id
+    if result.attempts:
+        message.attempts = result.attempts
+    if result.preemptions:
+        message.preemptions = result.preemptions
+    if result.prompt_tokens:
+        message.prompt_tokens = result.prompt_tokens
+    if result.cached_tokens:
+        message.cached_tokens = result.cached_tokens
+    if result.generated_tokens:
+        message.generated_tokens = result.generated_tokens
+    if result.clipped:
+        message.clipped = result.clipped
+    if result.prompt_hash:
+        message.prompt_hash = result.prompt_hash
+    if result.token_bytes:
+        message.token_bytes = result.token_bytes
+    if result.logprob_bytes:
+        message.logprob_bytes = result.logprob_bytes
+    if result.policy_version:
+        message.policy_version = result.policy_version
+    if result.stale:
+        message.stale = result.stale
 
 
 def add_spans(target: Any, spans: Iterable[Span]) -> None:

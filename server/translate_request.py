@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -111,44 +111,46 @@ class Checker:
 def to_spec(message: RolloutSubmission) -> RolloutSpec:
     """One submission. Raises FieldErrors."""
     check = Checker()
-    check.name("rollout_id", message.rollout_id, required=True, slash=False)
-    # What is absent has the core's default, so only what the caller set is looked at: it is a handful of thirty fields.
+    # What is absent has the core's default, so only what the caller set is looked at: it is a handful of thirty fields. Each
+    # is read once: reading a prompt copies it.
     given: dict[str, Any] = {field.name: value for field, value in message.ListFields()}
-    values: dict[str, Any] = {name: given[name] for name in _AS_THEY_ARE if name in given}
-    for name in _NAMES:
-        if name in given:
-            values[name] = check.name(name, given[name])
-    for name in _SECONDS:
-        if name in given:
-            values[name] = check.seconds(name, given[name])
-    for name, kind in _ENUMS.items():
-        if name in given and (member := check.enum(name, given[name], kind)) is not None:
+    rollout_id = check.name("rollout_id", given.get("rollout_id", ""), required=True, slash=False)
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        if name in _AS_THEY_ARE:
+            values[name] = value
+        elif name in _NAMES:
+            values[name] = check.name(name, value)
+        elif name in _SECONDS:
+            values[name] = check.seconds(name, value)
+        elif name in _ENUMS and (member := check.enum(name, value, _ENUMS[name])) is not None:
             values[name] = member
-    samples = message.samples or 1
+    samples = given.get("samples") or 1
     if samples > MAX_SAMPLES:
         check.wrong("samples", f"must be at most {MAX_SAMPLES}, got {samples}")
     if "seeds" in given:
-        values["seeds"] = _seeds(message, samples, check)
-    token_bytes, text = _prompt(message, check)
+        values["seeds"] = _seeds(given["seeds"], samples, check)
+    token_bytes, text = _prompt(given, check)
     task_type = values.get("task_type", TaskType.GENERATION)
-    if message.turn and not message.session_id:
+    if "turn" in given and "session_id" not in given:
         check.wrong("turn", "needs session_id")
-    if message.group_size and not message.group_id and samples == 1:
+    if "group_size" in given and "group_id" not in given and samples == 1:
         check.wrong("group_size", "needs group_id, or samples above 1")
     if task_type is TaskType.REPLAY and text is not None:
         check.wrong("text", "REPLAY scores given tokens; send token_bytes or token_ids")
     if "sampling" not in given and task_type is not TaskType.REPLAY:
         check.wrong("sampling", "is required (at least max_new_tokens)")
-    max_new_tokens = message.sampling.max_new_tokens
+    said: SamplingParams = given["sampling"] if "sampling" in given else message.sampling
+    max_new_tokens = said.max_new_tokens
     if task_type is TaskType.REPLAY:
         if max_new_tokens:
             check.wrong("sampling.max_new_tokens", "must be 0: REPLAY generates nothing")
     elif "sampling" in given and max_new_tokens == 0:
         check.wrong("sampling.max_new_tokens", "must be at least 1")
     if "top_logprobs" in given:
-        if message.top_logprobs > MAX_TOP_LOGPROBS:
-            check.wrong("top_logprobs", f"must be at most {MAX_TOP_LOGPROBS}, got {message.top_logprobs}")
-        values["top_logprobs"], values["logprobs"] = message.top_logprobs, True
+        if given["top_logprobs"] > MAX_TOP_LOGPROBS:
+            check.wrong("top_logprobs", f"must be at most {MAX_TOP_LOGPROBS}, got {given['top_logprobs']}")
+        values["top_logprobs"], values["logprobs"] = given["top_logprobs"], True
     values.update(_versions(given, check))
     if "engine_params" in given:
         values["engine_params"] = _engine_params(message, check)
@@ -156,10 +158,10 @@ def to_spec(message: RolloutSubmission) -> RolloutSpec:
         values["engine_labels"] = dict(message.engine_labels)
     if "pool" not in given:
         values["pool"] = DEFAULT_POOL
-    sampling = _sampling(message.sampling, check)
+    sampling = _sampling(said, check)
     check.done()
     return RolloutSpec(
-        rollout_id=message.rollout_id,
+        rollout_id=rollout_id,
         token_bytes=token_bytes,
         text=text,
         samples=samples,
@@ -170,19 +172,21 @@ def to_spec(message: RolloutSubmission) -> RolloutSpec:
 
 
 # Fields of a submission that the core has under the same name, by what is to be checked about them.
-_AS_THEY_ARE = (
-    "group_size",
-    "group_keep",
-    "turn",
-    "needed_by_step",
-    "max_attempts",
-    "fail_fast",
-    "clip_max_new_tokens",
-    "want_progress",
-    "logprobs",
+_AS_THEY_ARE = frozenset(
+    (
+        "group_size",
+        "group_keep",
+        "turn",
+        "needed_by_step",
+        "max_attempts",
+        "fail_fast",
+        "clip_max_new_tokens",
+        "want_progress",
+        "logprobs",
+    )
 )
-_NAMES = ("pool", "group_id", "session_id", "parent_rollout_id", "stratum")
-_SECONDS = ("deadline_seconds", "queue_ttl_seconds", "progress_timeout_seconds")
+_NAMES = frozenset(("pool", "group_id", "session_id", "parent_rollout_id", "stratum"))
+_SECONDS = frozenset(("deadline_seconds", "queue_ttl_seconds", "progress_timeout_seconds"))
 _ENUMS: Mapping[str, type[Any]] = {
     "rollout_class": RolloutClass,
     "task_type": TaskType,
@@ -203,12 +207,13 @@ def _versions(given: Mapping[str, Any], check: Checker) -> dict[str, int]:
     return versions
 
 
-def _seeds(message: RolloutSubmission, samples: int, check: Checker) -> tuple[int, ...]:
-    if len(message.seeds) != samples:
-        check.wrong("seeds", f"must be empty or one per sample ({samples}), got {len(message.seeds)}")
-    if any(seed >= SEED_LIMIT for seed in message.seeds):
+def _seeds(said: Iterable[int], samples: int, check: Checker) -> tuple[int, ...]:
+    seeds = tuple(said)
+    if len(seeds) != samples:
+        check.wrong("seeds", f"must be empty or one per sample ({samples}), got {len(seeds)}")
+    if any(seed >= SEED_LIMIT for seed in seeds):
         check.wrong("seeds", "must be below 2^63")
-    return tuple(message.seeds)
+    return seeds
 
 
 def to_update(message: RolloutUpdateMessage) -> RolloutUpdate:
@@ -249,23 +254,26 @@ def to_acknowledgement(message: AcknowledgementMessage) -> Acknowledgement:
     return Acknowledgement(message.rollout_id, used, message.drop_reason, reward)
 
 
-def _prompt(message: RolloutSubmission, check: Checker) -> tuple[bytes, str | None]:
-    form = message.WhichOneof("prompt")
-    if form == "token_bytes":
-        if len(message.token_bytes) % TOKEN_BYTES:
-            size = len(message.token_bytes)
+def _prompt(given: Mapping[str, Any], check: Checker) -> tuple[bytes, str | None]:
+    """`given`: a submission's fields that are set, by name."""
+    if "token_bytes" in given:
+        token_bytes: bytes = given["token_bytes"]
+        if len(token_bytes) % TOKEN_BYTES:
+            size = len(token_bytes)
             check.wrong("token_bytes", f"must be whole little-endian uint32 ids (4 bytes each), got {size} bytes")
-        elif not message.token_bytes:
+        elif not token_bytes:
             check.wrong("token_bytes", "the prompt is empty; give at least one token")
-        return message.token_bytes, None
-    if form == "token_ids":
-        if not message.token_ids.ids:
+        return token_bytes, None
+    if "token_ids" in given:
+        ids = given["token_ids"].ids
+        if not ids:
             check.wrong("token_ids", "the prompt is empty; give at least one token")
-        return np.array(message.token_ids.ids, dtype="<u4").tobytes(), None
-    if form == "text":
-        if not message.text:
+        return np.array(ids, dtype="<u4").tobytes(), None
+    if "text" in given:
+        text: str = given["text"]
+        if not text:
             check.wrong("text", "the prompt is empty; give at least one character")
-        return b"", message.text
+        return b"", text
     check.wrong("prompt", "is required: token_bytes, token_ids or text")
     return b"", None
 

@@ -12,8 +12,9 @@ import pytest
 from aiohttp import web
 
 from rolloutd.engines.base import AttemptRequest
+from rolloutd.engines.collector import Collector
 from rolloutd.engines.control import PauseMode
-from rolloutd.engines.frames import Collector, decode_frame
+from rolloutd.engines.frames import decode_frame
 from rolloutd.engines.sglang import SGLangEngine
 from tests.engines.scripted_server import DONE, LENGTH, FakeServer, frame
 

@@ -192,6 +192,18 @@ async def test_the_end_of_the_stream_is_not_waited_for_long(served: tuple[FakeSe
     assert tokens(await run(engine)) == [5]
 
 
+async def test_an_end_is_told_before_the_stream_ends(served: tuple[FakeServer, SGLangEngine]) -> None:
+    server, engine = served
+
+    async def never_ends(request: web.Request, response: web.StreamResponse) -> None:
+        await response.write(frame([5], 1, LENGTH))
+        await asyncio.Event().wait()
+
+    server.do(never_ends)
+    assert tokens(await asyncio.wait_for(run(engine), TIMEOUTS.idle_seconds / 2)) == [5]
+    await asyncio.wait_for(server.gone.wait(), 5)  # hung up on, once the time for its end was over
+
+
 ERROR_FRAME = b'data: {"error":{"message":"no room","code":%d}}\n\n' + DONE
 
 
@@ -323,6 +335,37 @@ async def test_an_ignored_abort_hangs_up_and_keeps_the_tokens(served: tuple[Fake
     assert server.aborted == [request.attempt_id]
     assert answer.finish_reason == "abort" and tokens(answer) == [5] and len(answer.logprob_bytes) == 4
     await asyncio.wait_for(server.gone.wait(), 5)
+
+
+async def test_who_hangs_up_hears_nothing_more(served: tuple[FakeServer, SGLangEngine]) -> None:
+    server, engine = served
+    server.do(forever)
+    first = asyncio.Event()
+    ends: list[Slice | Exception] = []
+    request = ask()
+    running = engine.begin(request, lambda _: first.set(), ends.append)
+    await first.wait()
+    running.hang_up()
+    await asyncio.wait_for(server.gone.wait(), 5)
+    running.hang_up()
+    server.say(frame([5], 1, LENGTH), DONE)
+    assert tokens(await engine.generate(request, lambda _: None)) == [5], "its id is free again"
+    assert ends == []
+
+
+async def test_hanging_up_before_there_is_a_connection_sends_nothing(
+    served: tuple[FakeServer, SGLangEngine],
+) -> None:
+    server, engine = served
+    sent = len(server.bodies)
+    ends: list[Slice | Exception] = []
+    free = engine._http.connections
+    attempts = [engine.begin(ask(), lambda _: None, ends.append) for _ in range(free + 5)]
+    for attempt in attempts:
+        attempt.hang_up()
+    assert tokens(await run(engine)) == [5]
+    assert len(server.bodies) <= sent + free + 1
+    assert ends == []
 
 
 async def test_closing_ends_running_attempts(served: tuple[FakeServer, SGLangEngine]) -> None:

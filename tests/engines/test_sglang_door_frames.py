@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rolloutd.engines.base import AttemptRequest, Slice
-from rolloutd.engines.frames import Collector, Frame, FrameError, decode_frame
+from rolloutd.engines.collector import Collector
+from rolloutd.engines.frames import Frame, FrameError, decode_frame
 from rolloutd.engines.sse import EventReader
 
 REQUEST = AttemptRequest("a" * 32, 100, bytes(4), logprobs=True, top_logprobs=1)

@@ -23,6 +23,16 @@ def tokens(count: int, first: int = 1) -> bytes:
     return struct.pack(f"<{count}I", *range(first, first + count))
 
 
+class FakeAttempt:
+    """See `Running`."""
+
+    def __init__(self, end: asyncio.Future[Slice]) -> None:
+        self._end = end
+
+    def hang_up(self) -> None:
+        self._end.cancel()
+
+
 class FakeDoor:
     """Attempts wait in `running` until `finish` or `fail`, or end at once while `auto` is set."""
 
@@ -44,6 +54,7 @@ class FakeDoor:
         self.progress: dict[str, Callable[[Progress], None]] = {}
         self.aborted: list[str] = []
         self.started = asyncio.Condition()
+        self._notices: set[asyncio.Future[None]] = set()
         self.crash: Exception | None = None
         self.extras_bytes = 0
         self.controls: list[tuple[object, ...]] = []  # control calls in order, with their arguments
@@ -83,7 +94,12 @@ class FakeDoor:
         self._reach()
         return self.is_ready
 
-    async def generate(self, request: AttemptRequest, on_progress: Callable[[Progress], None]) -> Slice:
+    def begin(
+        self,
+        request: AttemptRequest,
+        on_progress: Callable[[Progress], None],
+        on_end: Callable[[Slice | Exception], None],
+    ) -> FakeAttempt:
         if not self.reachable:
             raise EngineFault(FaultKind.BROKEN, "connection refused")
         self.requests.append(request)
@@ -92,15 +108,29 @@ class FakeDoor:
         end: asyncio.Future[Slice] = asyncio.get_running_loop().create_future()
         self.running[request.attempt_id] = end
         self.progress[request.attempt_id] = on_progress
+
+        def over(_: asyncio.Future[Slice]) -> None:
+            del self.running[request.attempt_id]
+            if end.cancelled():
+                return
+            fault = end.exception()
+            on_end(fault if isinstance(fault, Exception) else end.result())
+
+        end.add_done_callback(over)
+        self._notices.add(notice := asyncio.ensure_future(self._notice()))
+        notice.add_done_callback(self._notices.discard)
+        if self.auto:
+            asyncio.get_running_loop().call_soon(self._answer, request, end)
+        return FakeAttempt(end)
+
+    async def _notice(self) -> None:
         async with self.started:
             self.started.notify_all()
-        try:
-            if self.auto:
-                on_progress(self._progress_of(request, 1))
-                return self.slice_of(request)
-            return await end
-        finally:
-            del self.running[request.attempt_id]
+
+    def _answer(self, request: AttemptRequest, end: asyncio.Future[Slice]) -> None:
+        if not end.done():
+            self.report(request, 1)
+            end.set_result(self.slice_of(request))
 
     async def abort(self, attempt_id: str) -> None:
         self.aborted.append(attempt_id)

@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
+from rolloutd.engines.base import AttemptRequest
 from rolloutd.engines.base import FaultKind as DoorFault
 from rolloutd.scheduler import events
 from rolloutd.scheduler.actions import Abort, Action, Dispatch, Refuse
 from rolloutd.scheduler.machine import Scheduler
 from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.states import AbortReason, Code, FaultKind
-from rolloutd.server.loop import PROGRESS_SECONDS, PROGRESS_TOKENS, RunLoop
-from tests.server.fake_door import FakeDoor, tokens
+from rolloutd.server.attempt import PROGRESS_SECONDS, PROGRESS_TOKENS
+from rolloutd.server.loop import QUIET_SECONDS, RunLoop
+from tests.server.fake_door import FakeAttempt, FakeDoor, tokens
 from tests.server.harness import until
 
 
@@ -235,6 +238,49 @@ async def test_progress_is_thinned_out_but_the_first_token_is_not() -> None:
     await bench.loop.wait_idle()
     assert len(bench.core.of(events.AttemptProgress)) == 4, "what comes with the end is told by the end"
     await bench.loop.close()
+
+
+async def test_it_is_not_quiet_right_after_work(bench: Bench) -> None:
+    bench.core.statistics = lambda: SimpleNamespace(queued={})
+    bench.loop.clock = lambda: bench.now
+    assert bench.loop.is_quiet()
+    bench.dispatch()
+    (request,) = await bench.door.wait_running(1)
+    assert not bench.loop.is_quiet()
+    bench.door.finish(request)
+    await bench.loop.wait_idle()
+    assert not bench.loop.is_quiet(), "under a light load most moments look like this one"
+    bench.now += QUIET_SECONDS
+    assert bench.loop.is_quiet()
+
+
+async def test_an_end_that_is_not_posted_yet_is_told_once_when_the_loop_closes(bench: Bench) -> None:
+    ends: list[Callable[[Any], None]] = []
+    bench.door.begin = lambda request, on_progress, on_end: ends.append(on_end) or FakeAttempt(asyncio.Future())
+    bench.dispatch()
+    bench.dispatch("b" * 32)
+    await asyncio.sleep(0)
+    ends[0](bench.door.slice_of(AttemptRequest("a" * 32, 1)))
+    await bench.loop.close()
+    await bench.loop.wait_idle()
+    assert [end.attempt_id[0] for end in bench.core.of(events.AttemptEnded)] == ["a"]
+    assert [end.attempt_id[0] for end in bench.core.of(events.AttemptFailed)] == ["b"]
+
+
+async def test_a_bug_at_one_end_keeps_no_other_end_back(bench: Bench) -> None:
+    def boom(event: events.AttemptEnded) -> list[Action]:
+        if event.attempt_id[0] == "a":
+            raise AssertionError("a bug in the core")
+        return []
+
+    bench.core.script[events.AttemptEnded] = boom
+    bench.dispatch()
+    bench.dispatch("b" * 32)
+    first, second = await bench.door.wait_running(2)
+    bench.door.finish(first)
+    bench.door.finish(second)
+    await asyncio.wait_for(bench.loop.wait_idle(), 5)
+    assert [end.attempt_id[0] for end in bench.core.of(events.AttemptEnded)] == ["a", "b"]
 
 
 async def turns() -> None:
