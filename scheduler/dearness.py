@@ -13,7 +13,7 @@ from typing import Final
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
 
-CHEAP_PREFILL: Final = 0.05  # dearness never falls below this: among equals a cached prefix is still better than none
+CHEAP_PREFILL: Final = 0.005  # never below: among equals a cached prefix is still better than none. Above, it outweighs lengths
 
 
 def dearness(entry: Entry, engine: Engine) -> float:

@@ -3,7 +3,7 @@
 With a deadline: 1 - slack / HORIZON_SECONDS, where slack = deadline - now - expected running time (WORKLOADS B.12).
 Without one, for CRITICAL work: ln(worst) / ln(LONGEST_TOKENS), where worst is what the rollout may still write at worst: a step
 ends with its slowest rollout, so what may take longest goes first. The scale is fixed, so keys made at different times compare.
-For other classes (1 + that) / (4 x steps until needed), so the nearest step goes first and in it what may take longest. Where
+For other classes (1 + that) / (2 x steps until needed), so the nearest step goes first and in it what may take longest. Where
 nobody needs it by a step a little of that is left: among equals, what takes longest decides when all of it is done.
 """
 
@@ -54,4 +54,4 @@ def untimed(worst_tokens: float) -> float:
 def later(steps_away: int | None, worst_tokens: float) -> float:
     """Of other classes."""
     longest = untimed(worst_tokens)
-    return UNNEEDED * longest if steps_away is None else max(LEAST_NEEDED, 0.25 / max(1, steps_away)) * (1.0 + longest)
+    return UNNEEDED * longest if steps_away is None else max(LEAST_NEEDED, 0.5 / max(1, steps_away)) * (1.0 + longest)
