@@ -13,7 +13,8 @@ from typing import Final
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
 
-CHEAP_PREFILL: Final = 0.005  # never below: among equals a cached prefix is still better than none. Above, it outweighs lengths
+# Dearness never falls below this: among equals a cached prefix is still better than none. More would outweigh lengths.
+CHEAP_PREFILL: Final = 0.005
 
 
 def dearness(entry: Entry, engine: Engine) -> float:
