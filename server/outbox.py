@@ -109,13 +109,14 @@ class Outbox:
 
     async def wait_urgent(self, seconds: float) -> None:
         """Return when an entry is queued that somebody may be waiting for, the outbox has ended, or the time is up."""
+        if self._urgent or self.end is not None:
+            return
+        self._hurry.clear()
+        timer = asyncio.get_running_loop().call_later(seconds, self._hurry.set)
         try:
-            async with asyncio.timeout(seconds):
-                while not self._urgent and self.end is None:
-                    self._hurry.clear()
-                    await self._hurry.wait()
-        except TimeoutError:
-            pass
+            await self._hurry.wait()
+        finally:
+            timer.cancel()
 
     @property
     def is_urgent(self) -> bool:

@@ -17,6 +17,7 @@ What this module does not know: what becomes of a rollout.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -58,6 +59,11 @@ _GATHER_SECONDS = 0.002
 _QUEUE_PAUSE_SHARE = 0.9
 _QUEUE_PAUSE_SECONDS = 1.0
 
+# A look at the queues costs as much as half a rollout. There is none while less than this share of a class queue was submitted here
+# since the last one, for at most so long: what others submit meanwhile has the rest of the queue.
+_QUEUE_UNSEEN_SHARE = 0.01
+_QUEUE_UNSEEN_SECONDS = 0.01
+
 # Cursors grow by one per event: one above this was never given out, and would leave no room for those to come.
 _MAX_CURSOR = (1 << 63) - 1
 
@@ -78,6 +84,8 @@ class RolloutStream:
         self._consumer_id = ""
         self._epoch = 0
         self._policy_version = 0
+        self._unseen_rollouts = 0  # submitted here since the last look at the queues
+        self._looked_at = -math.inf
         self._outbox: Outbox
 
     async def serve(self) -> None:
@@ -216,6 +224,7 @@ class RolloutStream:
                     return
             batch.append(spec)
             rollouts += spec.samples
+            self._unseen_rollouts += spec.samples
         if batch:
             self._post_batch(batch)
 
@@ -267,9 +276,14 @@ class RolloutStream:
         await self._outbox.wait_for_room()
         if not self._classes:
             return
-        until = self._loop.clock() + _QUEUE_PAUSE_SECONDS
+        now = self._loop.clock()
+        capacity = self._state.config.scheduler.queue.queue_capacity
+        if self._unseen_rollouts <= capacity * _QUEUE_UNSEEN_SHARE and now - self._looked_at < _QUEUE_UNSEEN_SECONDS:
+            return
+        until = now + _QUEUE_PAUSE_SECONDS
         while (rest := until - self._loop.clock()) > 0 and self._outbox.end is None and self._queue_is_full():
             await self._loop.after_tick(rest)
+        self._unseen_rollouts, self._looked_at = 0, self._loop.clock()
 
     def _queue_is_full(self) -> bool:
         view = self._state.run_view(self._run_id)

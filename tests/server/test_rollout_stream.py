@@ -9,6 +9,7 @@ import struct
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -17,8 +18,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
 from rolloutd.scheduler.states import RolloutClass
-from rolloutd.server.config import EngineSettings
+from rolloutd.server.config import EngineSettings, ServerConfig
 from rolloutd.server.outbox import PAUSE_ANSWERS, ItemRefused, Outbox
+from rolloutd.server.rollout_stream import RolloutStream
 from rolloutd.v1 import (
     ITEM_KIND_CANCELLATION,
     ITEM_KIND_UPDATE,
@@ -339,6 +341,29 @@ async def test_reading_pauses_while_the_client_does_not_take_its_answers() -> No
     assert not waiting.done()
     assert len(list(outbox.take())) == 256
     await asyncio.wait_for(waiting, WAIT_SECONDS)
+
+
+async def test_queues_are_looked_at_when_they_may_have_filled_up_not_at_every_message() -> None:
+    now, looks = 100.0, 0
+
+    def run_view(_: str) -> None:
+        nonlocal looks
+        looks += 1
+
+    loop = SimpleNamespace(clock=lambda: now)
+    stream = RolloutStream(SimpleNamespace(loop=loop, config=ServerConfig(), run_view=run_view), None)  # type: ignore[arg-type]
+    stream._outbox = Outbox("run", "trainer", ttl_seconds=60.0)
+    stream._classes.add(RolloutClass.CRITICAL)
+    for _ in range(20):
+        stream._unseen_rollouts += 1
+        await stream._pause()
+    assert looks == 1
+    stream._unseen_rollouts += ServerConfig().scheduler.queue.queue_capacity // 10
+    await stream._pause()
+    assert looks == 2, "a tenth of the queue at once"
+    now += 1.0
+    await stream._pause()
+    assert looks == 3, "others may have filled it"
 
 
 async def test_a_fenced_trainer_is_turned_away_everywhere() -> None:
