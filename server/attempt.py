@@ -91,6 +91,7 @@ class Attempt:
     def ended(self, end: Slice | Exception) -> None:
         """The end from the door."""
         self._pending = None  # the end says what is left to say
+        self._running = None  # it knows us: a ring that only the garbage collector would find
         self._loop.attempt_over(self, self._event_of(end))
 
     def hang_up(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
@@ -10,14 +11,14 @@ from typing import Any, cast
 
 import pytest
 
-from rolloutd.engines.base import AttemptRequest
+from rolloutd.engines.base import AttemptRequest, Engine
 from rolloutd.engines.base import FaultKind as DoorFault
 from rolloutd.scheduler import events
 from rolloutd.scheduler.actions import Abort, Action, Dispatch, Refuse
 from rolloutd.scheduler.machine import Scheduler
 from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.states import AbortReason, Code, FaultKind
-from rolloutd.server.attempt import PROGRESS_SECONDS, PROGRESS_TOKENS
+from rolloutd.server.attempt import PROGRESS_SECONDS, PROGRESS_TOKENS, Attempt
 from rolloutd.server.loop import QUIET_SECONDS, RunLoop
 from tests.server.fake_door import FakeAttempt, FakeDoor, tokens
 from tests.server.harness import until
@@ -281,6 +282,37 @@ async def test_a_bug_at_one_end_keeps_no_other_end_back(bench: Bench) -> None:
     bench.door.finish(second)
     await asyncio.wait_for(bench.loop.wait_idle(), 5)
     assert [end.attempt_id[0] for end in bench.core.of(events.AttemptEnded)] == ["a", "b"]
+
+
+class RememberingDoor:
+    """What it returns knows who asked, as a real door's attempt does."""
+
+    url = "http://r"
+
+    def __init__(self) -> None:
+        self.ends: list[Callable[[Any], None]] = []
+
+    def begin(self, request: Any, on_progress: Any, on_end: Callable[[Any], None]) -> SimpleNamespace:
+        self.ends.append(on_end)
+        return SimpleNamespace(on_end=on_end, on_progress=on_progress, hang_up=lambda: None)
+
+
+async def test_an_attempt_that_ended_leaves_nothing_to_the_garbage_collector(bench: Bench) -> None:
+    door = RememberingDoor()
+    bench.loop.add_door("r", cast(Engine, door))
+    gc.collect()
+    gc.disable()
+    try:
+        bench.dispatch(engine_id="r")
+        bench.core.script.clear()
+        await until(lambda: bool(door.ends))
+        assert any(isinstance(thing, Attempt) for thing in gc.get_objects())
+        door.ends.pop()(bench.door.slice_of(AttemptRequest("a" * 32, 1)))
+        await bench.loop.wait_idle()
+        await asyncio.sleep(0)
+        assert not any(isinstance(thing, Attempt) for thing in gc.get_objects())
+    finally:
+        gc.enable()
 
 
 async def turns() -> None:
