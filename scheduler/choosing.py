@@ -64,6 +64,7 @@ class Look:
         "_rows",
         "_run",
         "_spares",
+        "_spreads",
         "_terms",
         "_world",
     )
@@ -96,7 +97,8 @@ class Look:
         self._prefix_weight = max(0.0, weights.prefix)
         self._least_cost = weights.cost * roomy.least_fill if weights.cost > 0.0 else 0.0
         self._spares = world.config.queue.spare_duplicates
-        self._groups = world.config.queue.place_groups
+        self._groups = self._is_critical and world.config.queue.place_groups
+        self._spreads = self._groups and grouping.spreads(run)
         self._common = -1
         self._rows: list[Row] = []
 
@@ -151,13 +153,18 @@ class Look:
         dear = dearness(entry, engine)
         slots_fill = (engine.slots_used + 1) / engine.facts.slots
         kv_fill = (engine.kv_claimed_tokens + claim) / capacity if capacity else 0.0
-        most_held = segments[0][1] if segments and not entry.resumed else 0
+        most_held = segments[0][1] if segments and not entry.resumed else 0  # of an interrupted one it does not matter
         longest = most_held if self._spares else 0
         siblings = 0
         if self._groups:
             if dear < SPREAD_BELOW:
-                siblings = grouping.siblings(entry, engine)
-            elif most_held > hit and grouping.waits(self._world, entry, engine, most_held - hit):
+                if self._spreads:
+                    siblings = grouping.siblings(entry, engine)
+            elif (
+                most_held > hit
+                and not entry.continuation
+                and grouping.waits(self._world, entry, engine, most_held - hit)
+            ):
                 return Gate.HELD_FOR_PREFIX
         score = entry.fixed + engine_total(
             self.weights, hit - self._common, longest - hit, entry.prompt_tokens, dear, slots_fill, kv_fill, siblings

@@ -1,9 +1,10 @@
-"""Siblings together or apart: what a group's prompt costs to compute again, against what being together costs.
+"""Critical siblings together or apart: what a group's prompt costs to compute again, against what being together costs.
 
 By dearness, the cost of one prefill over the decode cost of one output:
 
 - Cheap (below `scoring.crowding.SPREAD_BELOW`): siblings go apart. Their lengths are alike, so together the longest of a step would
-  share one engine, each slowed by the others, while the rest of the pool runs dry.
+  share one engine, each slowed by the others, while the rest of the pool runs dry. Not while lower classes wait: they fill
+  the rest, and an engine with one of the step's last rollouts is closed to them as much as one with four (`tail.py`).
 - Dear: siblings wait for a slot where their prompt is cached, as long as that wastes less than computing it again,
 
       wait x 1 slot  <  prefill x (1 + rollouts that stand still meanwhile)
@@ -11,6 +12,7 @@ By dearness, the cost of one prefill over the decode cost of one output:
 
 Invariants
 - Counts are of live attempts, by run, prompt and engine; `check()` of the core re-derives them.
+- Turns of sessions and interrupted rollouts do not wait: others are not their siblings, and their place is a matter of score.
 - Nobody waits longer than `LONGEST_WAIT_SECONDS`, nor for an engine that would not take it if it had a slot.
 
 What this module does not know: scores, and who else may have the slot.
@@ -23,6 +25,7 @@ from typing import Final
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.run import Run
+from rolloutd.scheduler.states import RolloutClass
 from rolloutd.scheduler.world import World
 
 LONGEST_WAIT_SECONDS: Final = 20.0  # as `scheduler.leader_timeout_seconds`: beyond it the estimate was wrong
@@ -47,6 +50,12 @@ def note_ended(run: Run, prompt_hash: str, engine: Engine) -> None:
     del here[engine.engine_id]
     if not here:
         del run.together[prompt_hash]
+
+
+def spreads(run: Run) -> bool:
+    """Whether nobody would have the engines that the step's last rollouts leave alone when they are together."""
+    ledger = run.ledger
+    return ledger.queued == ledger.class_queued[RolloutClass.CRITICAL]
 
 
 def siblings(entry: Entry, engine: Engine) -> int:

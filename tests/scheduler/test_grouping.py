@@ -6,7 +6,8 @@ import pytest
 
 from rolloutd.scheduler.events import JoinEngine, LoseEngine
 from rolloutd.scheduler.grouping import LONGEST_WAIT_SECONDS
-from tests.scheduler.kit import Bench, config, engine, engines, spec
+from rolloutd.scheduler.states import RolloutClass
+from tests.scheduler.kit import BACKGROUND, REUSABLE, Bench, config, engine, engines, spec
 
 LONG_PROMPT = 100  # long enough for siblings to wait for a leader
 SHORT_OUTPUT = 64  # a median of 8 tokens is expected of it, before any is known
@@ -41,6 +42,17 @@ def test_siblings_go_apart_where_their_prompt_is_cheap() -> None:
         speeds(bench, 20_000.0, 0.0077)
         first, second = bench.run(spec("g", samples=2, max_new_tokens=2_000))
         assert (first.engine_id, second.engine_id) == ("emptier", engine_id)
+
+
+@pytest.mark.parametrize("lower", [REUSABLE, BACKGROUND])
+def test_siblings_stay_together_while_lower_classes_wait_for_the_other_engines(lower: RolloutClass) -> None:
+    bench = Bench(engine("fuller", 8), settings=config(policy={"cold_start_batch_size": 32}))
+    bench.run(spec("a"), spec("b"))
+    bench.do(JoinEngine(engine("emptier", 8)))
+    speeds(bench, 20_000.0, 0.0077)
+    bench.submit(spec("lower", 8, lower), spec("g", samples=2, max_new_tokens=2_000))
+    sent = {one.rollout_id: one.engine_id for one in bench.tick()}
+    assert (sent["g/0"], sent["g/1"]) == ("emptier", "emptier")
 
 
 def test_siblings_stay_together_where_their_prompt_is_dear() -> None:
