@@ -124,6 +124,12 @@ MECHANISMS: tuple[Mechanism, ...] = (
         {"Q2": ("makespan_over_bound", "prefix_hit")},
     ),
     Mechanism(
+        "siblings together or apart",
+        "siblings go apart where prefill is cheap, wait for the engine with their prompt where it is dear (`scheduler.place_groups`)",
+        {"queue": {"place_groups": False}},
+        {"Q1": ("makespan_over_bound", "imbalance"), "Q2": ("makespan_over_bound", "prefix_hit")},
+    ),
+    Mechanism(
         "waiting",
         "the score's waiting term (`weights.waiting`)",
         {"weights": {"waiting": 0.0}},

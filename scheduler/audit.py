@@ -5,6 +5,8 @@ Raises AssertionError naming what is off. Costs a walk over everything; for test
 
 from __future__ import annotations
 
+from collections import Counter
+
 from rolloutd.scheduler import audit_versions
 from rolloutd.scheduler.actions import Finished
 from rolloutd.scheduler.engine import Engine
@@ -40,10 +42,19 @@ def check(world: World) -> None:
         _same(f"{pool} waiting runs", {run.run_id for run in world.waiting.get(pool, ())}, waiting)
     for run in world.runs.values():
         _check_run(world, run)
+    together: Counter[tuple[str, str, str]] = Counter()
     for attempt in world.attempts.values():
+        together[attempt.run.run_id, attempt.rollout.prompt_hash, attempt.engine.engine_id] += 1
         _same("attempt of its rollout", attempt.rollout.attempt, attempt)
         _same("attempt on its engine", attempt.engine.attempts.get(attempt.attempt_id), attempt)
         assert not attempt.permit.released, f"live attempt {attempt.attempt_id} with a released permit"
+    counted = {
+        (run.run_id, prompt_hash, engine_id): count
+        for run in world.runs.values()
+        for prompt_hash, here in run.together.items()
+        for engine_id, count in here.items()
+    }
+    _same("siblings on engines", counted, dict(together))
     aborting = {one for one, attempt in world.attempts.items() if attempt.rollout.state is RolloutState.ABORTING}
     _same("aborting attempts", set(world.aborting), aborting)
     yielding = {

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from rolloutd.scheduler import gates, queueing, turns
+from rolloutd.scheduler import gates, grouping, queueing, turns
 from rolloutd.scheduler.common_prefix import common_hit
 from rolloutd.scheduler.considered import Row
 from rolloutd.scheduler.dearness import dearness
@@ -23,6 +23,7 @@ from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.lanes import HEADS_PER_LANE
 from rolloutd.scheduler.roomy import Pass, Roomy
+from rolloutd.scheduler.scoring.crowding import SPREAD_BELOW
 from rolloutd.scheduler.scoring.total import EntryTerms, engine_total
 from rolloutd.scheduler.states import Gate, RolloutClass, TaskType
 from rolloutd.scheduler.views import DecisionKind
@@ -53,6 +54,7 @@ class Look:
         "weights",
         "_common",
         "_is_critical",
+        "_groups",
         "_least_cost",
         "_mark",
         "_now",
@@ -62,6 +64,7 @@ class Look:
         "_rows",
         "_run",
         "_spares",
+        "_spreads",
         "_terms",
         "_world",
     )
@@ -94,6 +97,8 @@ class Look:
         self._prefix_weight = max(0.0, weights.prefix)
         self._least_cost = weights.cost * roomy.least_fill if weights.cost > 0.0 else 0.0
         self._spares = world.config.queue.spare_duplicates
+        self._groups = self._is_critical and world.config.queue.place_groups
+        self._spreads = self._groups and grouping.spreads(run)
         self._common = -1
         self._rows: list[Row] = []
 
@@ -148,14 +153,26 @@ class Look:
         dear = dearness(entry, engine)
         slots_fill = (engine.slots_used + 1) / engine.facts.slots
         kv_fill = (engine.kv_claimed_tokens + claim) / capacity if capacity else 0.0
-        longest = segments[0][1] if segments and self._spares and not entry.resumed else 0
+        most_held = segments[0][1] if segments and not entry.resumed else 0  # of an interrupted one it does not matter
+        longest = most_held if self._spares else 0
+        siblings = 0
+        if self._groups:
+            if dear < SPREAD_BELOW:
+                if self._spreads:
+                    siblings = grouping.siblings(entry, engine)
+            elif (
+                most_held > hit
+                and not entry.continuation
+                and grouping.waits(self._world, entry, engine, most_held - hit)
+            ):
+                return Gate.HELD_FOR_PREFIX
         score = entry.fixed + engine_total(
-            self.weights, hit - self._common, longest - hit, entry.prompt_tokens, dear, slots_fill, kv_fill
+            self.weights, hit - self._common, longest - hit, entry.prompt_tokens, dear, slots_fill, kv_fill, siblings
         )
         if entry.resumed:
             # What an interrupted rollout has in a cache it does not lose by waiting: it says where to go on, not when.
             score -= self._prefix_weight * dear
-        self._rows.append(Row(engine.engine_id, score, hit, dear, slots_fill, kv_fill))
+        self._rows.append(Row(engine.engine_id, score, hit, dear, slots_fill, kv_fill, siblings))
         if score > self.score:
             self.tie = None
         elif score == self.score:
@@ -243,12 +260,13 @@ def choose(
                 break
             if queueing.hold_for_prefix(world, entry):
                 gate = Gate.HELD_FOR_PREFIX
+                deeper = True
                 world.decide(DecisionKind.HELD, entry.members[0], "its prefix is being computed", gate=gate)
             else:
                 gate = _score_entry(entry, roomy, look)
             if gate is not Gate.OPEN:
                 closed = gate
-                deeper = deeper or gate in (Gate.HELD_FOR_PREFIX, Gate.NO_ENGINE, Gate.POLICY_VERSION)
+                deeper = deeper or gate in (Gate.NO_ENGINE, Gate.POLICY_VERSION)
                 if gate is Gate.POLICY_VERSION:
                     queueing.hold_for_version(world, entry)
                 gates.note_blocked(world, entry, gate)

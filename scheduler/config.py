@@ -40,6 +40,7 @@ class QueueSettings:
     leader_timeout_seconds: float = 20.0  # siblings stop waiting for their leader's first token
     min_shared_tokens: int = 32  # prefixes shorter than this are not worth waiting for
     spare_duplicates: bool = True  # what no engine has goes before what another one has: `scoring/duplicate.py`
+    place_groups: bool = True  # siblings apart where prefill is cheap, together where it is dear: `grouping.py`
     large_reserve_seconds: float = 10.0  # a rollout too large for any gap gets an engine kept free for it after this
     decision_ring: int = 4096
     max_strata: int = 64

@@ -29,10 +29,17 @@ class Candidate:
 class Row:
     """One engine as the choice saw it, for the entry that was chosen. (A plain class: made for every pair that is scored.)"""
 
-    __slots__ = ("dearness", "engine_id", "hit_tokens", "kv_fill", "score", "slots_fill")
+    __slots__ = ("dearness", "engine_id", "hit_tokens", "kv_fill", "score", "siblings", "slots_fill")
 
     def __init__(
-        self, engine_id: str, score: float, hit_tokens: int, dearness: float, slots_fill: float, kv_fill: float
+        self,
+        engine_id: str,
+        score: float,
+        hit_tokens: int,
+        dearness: float,
+        slots_fill: float,
+        kv_fill: float,
+        siblings: int,
     ) -> None:
         self.engine_id = engine_id
         self.score = score
@@ -40,9 +47,10 @@ class Row:
         self.dearness = dearness
         self.slots_fill = slots_fill
         self.kv_fill = kv_fill
+        self.siblings = siblings
 
     def __repr__(self) -> str:
-        numbers = (self.score, self.hit_tokens, self.dearness, self.slots_fill, self.kv_fill)
+        numbers = (self.score, self.hit_tokens, self.dearness, self.slots_fill, self.kv_fill, self.siblings)
         return f"Row({self.engine_id!r}, {numbers})"
 
 
@@ -65,7 +73,7 @@ class Considered:
         told = []
         for row in sorted(self.rows, key=lambda one: -one.score)[:CANDIDATES_TOLD]:
             facts.hit_tokens, facts.dearness = row.hit_tokens, row.dearness
-            facts.slots_fill, facts.kv_fill = row.slots_fill, row.kv_fill
+            facts.slots_fill, facts.kv_fill, facts.siblings = row.slots_fill, row.kv_fill, row.siblings
             terms = {term.name: round(clamp(term.score(facts)), 4) for term in TERMS}
             told.append(Candidate(row.engine_id, row.hit_tokens, terms, round(row.score, 5)))
         return tuple(told)

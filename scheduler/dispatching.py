@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from rolloutd.scheduler import queueing, turns
+from rolloutd.scheduler import grouping, queueing, turns
 from rolloutd.scheduler.actions import Dispatch
 from rolloutd.scheduler.choosing import Look
 from rolloutd.scheduler.considered import Considered
@@ -58,10 +58,11 @@ def dispatch(world: World, look: Look, batch_id: int) -> None:
     rollout.siblings = entry
     world.attempts[attempt.attempt_id] = attempt
     engine.attempts[attempt.attempt_id] = attempt
+    grouping.note_started(run, rollout.prompt_hash, engine)
     engine.note_dispatch(world.config.executor)
     engine.batch_since = world.now
     queueing.release_reservations(world, entry)
-    entry.blocked_since = None
+    entry.blocked_since = entry.apart_since = None
     rollout.move(RolloutState.DISPATCHED, world.now, f"to {engine.engine_id} in batch {batch_id}")
     world.note_attempt(attempt)
     arm_timer(world, rollout)

@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from rolloutd.scheduler import letting_in, queueing, turns, versions
+from rolloutd.scheduler import grouping, letting_in, queueing, turns, versions
 from rolloutd.scheduler.actions import Abort, Finished, GroupFinished
 from rolloutd.scheduler.group import Group
 from rolloutd.scheduler.over_launch import Fate
@@ -253,6 +253,7 @@ def close_attempt(world: World, attempt: Attempt, piece: Piece | None, end: str)
     attempt.engine.batch_since = now
     world.forget_attempt(attempt)
     attempt.engine.attempts.pop(attempt.attempt_id, None)
+    grouping.note_ended(attempt.run, attempt.rollout.prompt_hash, attempt.engine)
     rollout.attempt = None
     rollout.run.lengths.note_stopped(rollout.prompt_hash, rollout.kind, rollout.rollout_id)
     turns.settle(rollout.run, rollout.spec.pool, attempt.charged_tokens, _cost_tokens(attempt, piece))

@@ -100,6 +100,7 @@ class Run:
         "state_since",
         "supply",
         "tail",
+        "together",
         "undelivered_bytes",
         "undelivered_results",
         "unfinished",
@@ -132,6 +133,7 @@ class Run:
         self.lengths = LengthModel()
         self.mix = Mix(settings.target_mix, config.queue.max_strata)
         self.supply = Meter(now)
+        self.together: dict[str, dict[str, int]] = {}  # prompt hash -> engine -> attempts there: `grouping.py`
         self.tail: Tail | None = None  # what is left of its critical rollouts, as last looked at
         self.consumers: dict[str, Consumer] = {}
         self.rollouts: dict[str, Rollout] = {}

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from rolloutd.scheduler.scoring import cost, diversity, duplicate, prefix, urgency, waiting
+from rolloutd.scheduler.scoring import cost, crowding, diversity, duplicate, prefix, urgency, waiting
 from rolloutd.scheduler.scoring.facts import Facts
 from rolloutd.scheduler.scoring.total import (
     EntryTerms,
@@ -56,4 +56,5 @@ TERMS: tuple[Term, ...] = (
     Term("waiting", "waiting", 1, False, waiting.score),
     Term("diversity", "diversity", 1, False, diversity.score),
     Term("cost", "cost", -1, True, cost.score),
+    Term("crowding", "cost", -1, True, crowding.score),
 )

@@ -9,7 +9,8 @@ class Facts:
     """Filled by the placement for one entry, then for each engine considered.
 
     Engine side: hit_tokens (cached there), common_tokens (cached on every open engine),
-    longest_tokens (on the one that has most, 0 where that does not matter), slots_fill and kv_fill (after
+    longest_tokens (on the one that has most, 0 where that does not matter), siblings (rollouts of its prompt
+    that run there, 0 where that does not matter), slots_fill and kv_fill (after
     placing, in [0,1]), dearness (cost of computing this prompt against decoding its output, in [0,1]).
     Entry side: the rest. token_seconds: of one sequence in this pool, 0 before it was measured. slack_seconds is
     deadline - now - expected running time; None without a deadline.
@@ -26,6 +27,7 @@ class Facts:
         "longest_tokens",
         "prompt_tokens",
         "rollout_class",
+        "siblings",
         "slack_seconds",
         "slots_fill",
         "steps_away",
@@ -52,6 +54,7 @@ class Facts:
         self.hit_tokens = 0
         self.common_tokens = 0
         self.longest_tokens = 0
+        self.siblings = 0
         self.dearness = 1.0
         self.slots_fill = 0.0
         self.kv_fill = 0.0

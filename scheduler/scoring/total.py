@@ -9,7 +9,7 @@ What this module does not know: entries and engines.
 
 from __future__ import annotations
 
-from rolloutd.scheduler.scoring import cost, diversity, duplicate, prefix, urgency, waiting
+from rolloutd.scheduler.scoring import cost, crowding, diversity, duplicate, prefix, urgency, waiting
 from rolloutd.scheduler.scoring.facts import Facts
 from rolloutd.scheduler.states import RolloutClass
 
@@ -39,7 +39,7 @@ def entry_score(facts: Facts, weights: Weights) -> float:
 def engine_score(facts: Facts, weights: Weights) -> float:
     """The part of the score that depends on the engine."""
     reuse = clamp(prefix.score(facts)) - clamp(duplicate.score(facts))
-    return weights.prefix * reuse - weights.cost * clamp(cost.score(facts))
+    return weights.prefix * reuse - weights.cost * (clamp(cost.score(facts)) + clamp(crowding.score(facts)))
 
 
 def clamp(value: float) -> float:
@@ -95,6 +95,7 @@ def engine_total(
     dearness: float,
     slots_fill: float,
     kv_fill: float,
+    siblings: int,
 ) -> float:
     """`engine_score` from plain numbers. uncommon_tokens: of the hit, those that not every engine has.
 
@@ -104,4 +105,7 @@ def engine_total(
     reuse = clamp(prefix.saved(uncommon_tokens, prompt_tokens, dearness))
     if missing_tokens > 0:
         reuse -= clamp(prefix.saved(missing_tokens, prompt_tokens, dearness))
-    return weights.prefix * reuse - weights.cost * clamp(served)
+    against = clamp(served)
+    if siblings > 0:
+        against += clamp(crowding.crowded(siblings, dearness))
+    return weights.prefix * reuse - weights.cost * against

@@ -349,7 +349,7 @@ def test_siblings_go_elsewhere_when_their_leaders_engine_is_full() -> None:
 @pytest.mark.parametrize(("spare", "first"), [(True, "fresh"), (False, "g")], ids=["spared", "switched off"])
 def test_what_no_engine_has_goes_before_what_another_one_has(spare: bool, first: str) -> None:
     """A slot frees on the engine that lacks a prompt which the full one has, and a prompt that nobody has waits too."""
-    bench = Bench(*engines(2, 1), settings=config(queue={"spare_duplicates": spare}))
+    bench = Bench(*engines(2, 1), settings=config(queue={"spare_duplicates": spare, "place_groups": False}))
     for name in ("e0", "e1"):  # computing a prompt is dear
         one = bench.engine(name)
         one.prefill_tokens_per_second, one.decode_seconds_per_token = 100.0, 0.01

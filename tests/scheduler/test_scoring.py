@@ -39,6 +39,7 @@ def any_facts(draw: st.DrawFn) -> Facts:
     facts.hit_tokens = draw(COUNTS)
     facts.common_tokens = draw(COUNTS)
     facts.longest_tokens = draw(COUNTS)
+    facts.siblings = draw(st.integers(0, 64))
     facts.expected_tokens = draw(SIZES)
     facts.worst_tokens = draw(SIZES)
     facts.expected_seconds = draw(SIZES)
@@ -105,7 +106,14 @@ def test_from_plain_numbers_the_score_is_the_same(
     uncommon = facts.hit_tokens - facts.common_tokens
     missing = facts.longest_tokens - facts.hit_tokens
     total = engine_total(
-        weights, uncommon, missing, facts.prompt_tokens, facts.dearness, facts.slots_fill, facts.kv_fill
+        weights,
+        uncommon,
+        missing,
+        facts.prompt_tokens,
+        facts.dearness,
+        facts.slots_fill,
+        facts.kv_fill,
+        facts.siblings,
     )
     assert total == pytest.approx(engine_score(facts, weights), abs=1e-9, rel=1e-9)
 
@@ -151,7 +159,7 @@ def term(name: str) -> Term:
 
 def test_names_are_unique_and_costs_count_against() -> None:
     assert len({one.name for one in TERMS}) == len(TERMS)
-    assert [one.name for one in TERMS if one.sign < 0] == ["duplicate", "cost"]
+    assert [one.name for one in TERMS if one.sign < 0] == ["duplicate", "cost", "crowding"]
 
 
 def test_prefix_credit_is_marginal_and_worth_what_computing_costs() -> None:
@@ -167,6 +175,13 @@ def test_computing_again_what_another_engine_has_costs_what_is_missing_here() ->
     assert duplicate(facts_of(prompt_tokens=100, longest_tokens=80, hit_tokens=60, dearness=0.5)) == pytest.approx(0.1)
     assert duplicate(facts_of(prompt_tokens=100, longest_tokens=80, hit_tokens=80)) == 0.0
     assert duplicate(facts_of(prompt_tokens=100)) == 0.0
+
+
+def test_siblings_crowd_an_engine_where_their_prompt_is_cheap() -> None:
+    crowding = term("crowding").score
+    assert crowding(facts_of(siblings=1, dearness=0.05)) == pytest.approx(0.25)
+    assert crowding(facts_of(siblings=1, dearness=0.5)) == 0.0
+    assert crowding(facts_of(dearness=0.05)) == 0.0
 
 
 def test_urgency_grows_as_slack_shrinks() -> None:
