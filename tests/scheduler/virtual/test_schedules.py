@@ -59,6 +59,8 @@ WANTED = (
     "mixed versions",
     "hits on kept caches",
     "samples let in",
+    "kept back for the mix",
+    "stale while kept back",
     "stale since it ended",
     "VERSION_UNMET",
     "VERSION_GONE",
