@@ -55,7 +55,7 @@ def test_bench_mix_ends_in_json(capsys: pytest.CaptureFixture[str], monkeypatch:
     monkeypatch.setattr(mix_error, "WINDOWS", 2)
     monkeypatch.setattr(mix_error, "FILLING", 1)
     monkeypatch.setattr(mix_error, "AHEAD", 16)
-    assert mix_error.main(["--seeds", "1", "--settings", "no diversity"]) == 0
+    assert mix_error.main(["--seeds", "1", "--settings", "held", "not strict, no diversity"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(found["mean_points"]) == {"alike", "unlike"} and found["seeds"] == 1
     # Equal supply in an order that knows no mix: about the distance of equal shares to the target, 22.5 points.
