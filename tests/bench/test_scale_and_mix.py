@@ -59,7 +59,10 @@ def test_bench_mix_ends_in_json(capsys: pytest.CaptureFixture[str], monkeypatch:
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert set(found["mean_points"]) == {"alike", "unlike"} and found["seeds"] == 1
     # Equal supply in an order that knows no mix: about the distance of equal shares to the target, 22.5 points.
-    assert 10.0 < found["mean_points"]["alike"]["no diversity"] < 40.0
+    alike = found["mean_points"]["alike"]
+    assert 10.0 < alike["not strict, no diversity"] < 40.0
+    # In the order of the mix: no window of 32 is off by more than its rounding and a rollout of a few strata.
+    assert alike["held"] <= rounding_points(TARGET, 32) + 4.0 and found["held_seconds"]["alike"]["held"] > 0.0
     assert found["worst_points"]["alike"]["no diversity"] >= found["mean_points"]["alike"]["no diversity"]
 
 

@@ -103,7 +103,9 @@ class Auditor:
             case AcknowledgeResults():
                 self.acknowledged.update((event.run_id, one.rollout_id) for one in event.acknowledgements)
         dispatched = []
-        for action in actions:  # all first: of one event's results, kept back ones may come behind those they made surplus
+        for (
+            action
+        ) in actions:  # all first: of one event's results, kept back ones may come behind those they made surplus
             if isinstance(action, Deliver | Undelivered) and isinstance(action.event, Finished):
                 if action.event.result.complete:
                     self._completed.add((action.run_id, action.event.result.rollout_id))
