@@ -60,7 +60,6 @@ WANTED = (
     "hits on kept caches",
     "samples let in",
     "kept back for the mix",
-    "stale while kept back",
     "stale since it ended",
     "VERSION_UNMET",
     "VERSION_GONE",
