@@ -163,4 +163,5 @@ WITHOUT_SWITCH: Mapping[str, str] = {
     "affinity heaps": "entries are looked up by the engines that hold their prefix; `make bench-core` compares with an exact scan",
     "short and long in turn": "quanta of short and long dispatches (`scheduler.short_quantum`, `long_quantum`), at least one of each",
     "diversity": "`make bench-mix` has it with and without its weight",
+    "target mix": "`make bench-mix` has it without its order (`scheduler.strict_mix`) and with results kept back (`mix_hold_seconds`)",
 }

@@ -7,6 +7,7 @@ the pool fills. The last line is JSON.
 
 Invariants
 - Supply is equal over strata, so an order that knows no mix ends far from the target: the row without the diversity term shows it.
+- The trainer does not say that it waits for a step, so results may be kept back.
 - `alike`: all strata have Q1s's lengths. `unlike`: their medians lie up to a factor of four apart, so that what is
   consumed comes in another order than what was dispatched.
 - `rounding` is the least error that whole rollouts allow in one window. `in_order_of_mix` is what is left where every dispatch
@@ -77,11 +78,31 @@ SPREAD = 1.386  # of the medians' logarithms over the strata, `unlike`: a factor
 DRAWN_AT_ONCE = 64
 
 Note = Callable[[str, int, int], None]
+HOLD_SECONDS = 60.0  # results ahead of the mix are kept back for so long at most, `held`
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """strict: the mix orders dispatches. hold_seconds: of the run. diversity: weight; None: the default."""
+
+    strict: bool
+    hold_seconds: float = 0.0
+    diversity: float | None = None
+
+    def config(self) -> SchedulerConfig:
+        config = SchedulerConfig()
+        config = replace(config, queue=replace(config.queue, strict_mix=self.strict))
+        return config if self.diversity is None else _diversity(config, self.diversity)
+
+
 # Name -> settings that are compared.
-SETTINGS: dict[str, Callable[[SchedulerConfig], SchedulerConfig]] = {
-    "default": lambda config: config,
-    "diversity 1": lambda config: _diversity(config, 1.0),
-    "no diversity": lambda config: _diversity(config, 0.0),
+SETTINGS = {
+    "held": Setting(strict=True, hold_seconds=HOLD_SECONDS),
+    "default": Setting(strict=True),
+    "held, not strict": Setting(strict=False, hold_seconds=HOLD_SECONDS),
+    "not strict": Setting(strict=False),
+    "not strict, diversity 1": Setting(strict=False, diversity=1.0),
+    "not strict, no diversity": Setting(strict=False, diversity=0.0),
 }
 
 
@@ -92,7 +113,10 @@ def _diversity(config: SchedulerConfig, weight: float) -> SchedulerConfig:
 
 @dataclass(frozen=True, slots=True)
 class MixError:
-    """Percentage points, mean and worst over the windows; dispatched: the same of what was sent to engines, mean."""
+    """Percentage points, mean and worst over the windows; dispatched: the same of what was sent to engines, mean.
+
+    makespan_seconds, samples_per_second: until all windows were consumed. held_seconds: from end to delivery, mean.
+    """
 
     settings: str
     lengths: str
@@ -100,6 +124,9 @@ class MixError:
     mean_points: float
     worst_points: float
     dispatched_points: float
+    makespan_seconds: float
+    samples_per_second: float
+    held_seconds: float
 
 
 def points(strata: Sequence[str], target: Mapping[str, float]) -> float:
@@ -127,12 +154,14 @@ def windows(strata: Sequence[str]) -> list[Sequence[str]]:
 class Consumption:
     """A trainer that consumes everything as it comes, and keeps `AHEAD` of each stratum submitted."""
 
-    def __init__(self, config: SchedulerConfig, seed: int, lengths: str) -> None:
+    def __init__(self, setting: Setting, seed: int, lengths: str) -> None:
         machine = MachineConfig(slots=Q1.slots, kv_tokens=Q1.kv_tokens, stream_interval=32, write_tokens=False)
         limits = Limits(machine.model.vocabulary_size, machine.context_tokens)
         self.consumed: list[str] = []
         self.dispatched: list[str] = []
-        self._simulation = Simulation(Scheduler(config, random.Random(seed), 0.0))
+        self.held_seconds: list[float] = []
+        self._simulation = Simulation(Scheduler(setting.config(), random.Random(seed), 0.0))
+        self._submitted: dict[str, float] = {}
         self._simulation.observers.append(self._watch)
         self._stratum: dict[str, str] = {}  # of each rollout that is out
         self._supply = {
@@ -141,11 +170,18 @@ class Consumption:
         for number in range(Q1.engines):
             self._simulation.add_engine(SimEngine(f"engine-{number}", machine))
         self._simulation.connect(RUN_ID, CONSUMER_ID, self._receive)
-        self._simulation.send(ConfigureRun(RUN_ID, RunSettings(target_mix=TARGET)))
+        self._simulation.send(
+            ConfigureRun(RUN_ID, RunSettings(target_mix=TARGET, mix_hold_seconds=setting.hold_seconds))
+        )
         self._simulation.send(AttachConsumer(RUN_ID, CONSUMER_ID))
         self._simulation.send(ReportStep(RUN_ID, StepReport(step=0, trainer_state=TrainerState.WAITING)))
         for name in [name for _ in range(AHEAD) for name in TARGET]:
             self._submit(name)
+
+    @property
+    def seconds(self) -> float:
+        """Simulated, until now."""
+        return self._simulation.now
 
     def run(self, count: int, note: Callable[[int], None] | None) -> None:
         """Until so many are consumed."""
@@ -162,6 +198,7 @@ class Consumption:
     def _submit(self, stratum: str) -> None:
         item = next(self._supply[stratum])
         self._stratum[item.rollout_id] = stratum
+        self._submitted[item.rollout_id] = self._simulation.now
         self._simulation.send(SubmitRollouts(RUN_ID, CONSUMER_ID, (spec_of(item, 0),)))
 
     def _watch(self, event: Event, actions: Sequence[object]) -> None:
@@ -178,6 +215,8 @@ class Consumption:
                     raise AssertionError(f"rollout {result.rollout_id} ended as {result.outcome.name}")
                 stratum = self._stratum.pop(result.rollout_id)
                 self.consumed.append(stratum)
+                ended = self._submitted.pop(result.rollout_id) + result.total_seconds
+                self.held_seconds.append(self._simulation.now - ended)
                 self._simulation.at(self._simulation.now, lambda: self._consume(result.rollout_id, stratum))
             case Rejected(rollout_id, error):
                 raise AssertionError(f"rollout {rollout_id} was rejected: {error.message}")
@@ -232,13 +271,23 @@ def in_order_of_mix(lengths: str, seed: int, count: int) -> list[str]:
 
 def measure(settings: str, lengths: str, seed: int, note: Note | None = None) -> MixError:
     """One run. Raises KeyError for settings or lengths that are not known."""
-    consumption = Consumption(SETTINGS[settings](SchedulerConfig()), seed, lengths)
+    consumption = Consumption(SETTINGS[settings], seed, lengths)
     count = (WINDOWS + FILLING) * WINDOW
     doing = f"{lengths}, {settings}, seed {seed}"
     consumption.run(count, None if note is None else lambda done: note(doing, done, count))
     errors = [points(window, TARGET) for window in windows(consumption.consumed[:count])]
     sent = [points(window, TARGET) for window in windows(consumption.dispatched)]
-    return MixError(settings, lengths, seed, round(fmean(errors), 3), round(max(errors), 3), round(fmean(sent), 3))
+    return MixError(
+        settings,
+        lengths,
+        seed,
+        round(fmean(errors), 3),
+        round(max(errors), 3),
+        round(fmean(sent), 3),
+        round(consumption.seconds, 3),
+        round(count / consumption.seconds, 4),
+        round(fmean(consumption.held_seconds), 3),
+    )
 
 
 def summary(errors: Sequence[MixError]) -> dict[str, object]:
@@ -269,6 +318,9 @@ def summary(errors: Sequence[MixError]) -> dict[str, object]:
         "mean_points": over("mean_points"),
         "worst_points": over("worst_points", worst=True),
         "dispatched_points": over("dispatched_points"),
+        "makespan_seconds": over("makespan_seconds"),
+        "samples_per_second": over("samples_per_second"),
+        "held_seconds": over("held_seconds"),
     }
 
 
@@ -289,10 +341,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     grid = Table(
         title=f"total variation to the target mix, percentage points, windows of {WINDOW}", title_justify="left"
     )
-    for heading in ("lengths", "settings", "consumed, mean", "consumed, worst window", "dispatched, mean"):
+    for heading in (
+        "lengths",
+        "settings",
+        "consumed, mean",
+        "worst window",
+        "dispatched, mean",
+        "makespan, s",
+        "samples/s",
+        "held, mean s",
+    ):
         grid.add_column(heading, justify="right")
     for lengths, settings in dict.fromkeys((one.lengths, one.settings) for one in errors):
-        names = ("mean_points", "worst_points", "dispatched_points")
+        names = (
+            "mean_points",
+            "worst_points",
+            "dispatched_points",
+            "makespan_seconds",
+            "samples_per_second",
+            "held_seconds",
+        )
         cells = [f"{figures[name][lengths][settings]:.2f}" for name in names]  # type: ignore[index]
         grid.add_row(lengths, settings, *cells)
     ideal = ", ".join(f"{lengths} {of:.2f}" for lengths, of in figures["in_order_of_mix_points"].items())  # type: ignore[attr-defined]

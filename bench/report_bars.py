@@ -9,6 +9,7 @@ What this module does not know: how figures are measured, how a page looks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
@@ -100,11 +101,11 @@ def _quality(inputs: Inputs) -> Iterator[Bar]:
     yield Bar(
         "quality",
         "mixture error, windows of 256 consumed rollouts, strata over-supplied",
-        float(mix["mean_points"]["alike"]["default"]) if mix else None,
+        mix["mean_points"]["alike"].get("held") if mix else None,
         BAR_POINTS,
         "mix",
         unit=" points",
-        note=f"dispatched exactly by the mix: {mix['in_order_of_mix_points']['alike']:.2f}, since lengths differ"
+        note=f"results kept back (`mix_hold_seconds`); at once: {mix['mean_points']['alike'].get('default', math.nan):.2f}"
         if mix
         else "",
     )

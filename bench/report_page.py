@@ -383,7 +383,7 @@ def _scale_and_mix(page: Page, inputs: Inputs) -> None:
             "one that the mix lacks, what is consumed as it comes back would still be off, by "
             + ", ".join(f"{of:.2f} ({lengths} lengths)" for lengths, of in mix["in_order_of_mix_points"].items())
             + (
-                ": more than the bar, whatever the order."
+                ": more than the bar, whatever the order. `held` keeps results back (`mix_hold_seconds`)."
                 if min(mix["in_order_of_mix_points"].values()) > BAR_POINTS
                 else "."
             ),

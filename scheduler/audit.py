@@ -12,6 +12,7 @@ from rolloutd.scheduler.actions import Finished
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.lanes import SHUT_OUT
 from rolloutd.scheduler.ledger import NO_QUOTA
+from rolloutd.scheduler.mix_hold import MOST_RESULTS
 from rolloutd.scheduler.rules.knobs import Knobs
 from rolloutd.scheduler.rules.rule import WEIGHT_NAMES
 from rolloutd.scheduler.run import Run
@@ -198,11 +199,11 @@ def _check_rollouts(run: Run) -> None:
 
 
 def _check_delivery(run: Run) -> None:
-    results = 0
-    size = 0
+    results, size = _check_held(run)
     for consumer in run.consumers.values():
         own = [r for r in run.rollouts.values() if r.consumer_id == consumer.consumer_id]
-        unfinished = sum(r.state is not RolloutState.FINISHED for r in own)
+        held = () if run.mix_hold is None else run.mix_hold.held
+        unfinished = sum(r.state is not RolloutState.FINISHED or r in held for r in own)
         _same(f"{consumer.consumer_id} unfinished", consumer.unfinished, unfinished)
         _same(
             f"{consumer.consumer_id} bytes",
@@ -217,6 +218,45 @@ def _check_delivery(run: Run) -> None:
         size += consumer.size_bytes
     _same(f"{run.run_id} undelivered bytes", run.undelivered_bytes, size)
     _same(f"{run.run_id} undelivered results", run.undelivered_results, results)
+
+
+def _check_held(run: Run) -> tuple[int, int]:
+    """Results that are kept back for the target mix: how many, and their bytes."""
+    hold = run.mix_hold
+    groups: dict[str, int] = {}
+    if hold is None:
+        assert not any(group.held for group in run.groups.values()), (
+            f"{run.run_id} holds members and keeps nothing back"
+        )
+        return 0, 0
+    name = run.run_id
+    coming: dict[tuple[str, RolloutClass], int] = {}
+    running: dict[tuple[str, RolloutClass], int] = {}
+    for rollout in run.rollouts.values():
+        lane = (rollout.spec.stratum, rollout.rollout_class)
+        if hold.counts(rollout) and rollout.state is not RolloutState.FINISHED:
+            coming[lane] = coming.get(lane, 0) + 1
+            if rollout.attempt is not None:
+                running[lane] = running.get(lane, 0) + 1
+    _same(f"{name} coming and running for its mix", hold.coming(), (coming, running))
+    size = 0
+    for rollout in hold.held:
+        result = rollout.result
+        what = f"{rollout.rollout_id}, kept back; story: {rollout.tell()}"
+        assert run.rollouts.get(rollout.rollout_id) is rollout and result is not None and result.complete, what
+        assert rollout.rollout_id not in run.consumers[rollout.consumer_id].by_rollout, f"{what}: and delivered"
+        size += result.size_bytes
+        if rollout.group is not None:
+            groups[rollout.group.group_id] = groups.get(rollout.group.group_id, 0) + 1
+    _same(f"{name} bytes kept back", hold.size_bytes, size)
+    _same(f"{name} members kept back", {key: one.held for key, one in run.groups.items() if one.held}, groups)
+    timer = hold.timer
+    oldest = hold.oldest()
+    if oldest is not None:
+        assert len(hold.held) <= MOST_RESULTS and not run.ended, f"{name} keeps back {len(hold.held)} results"
+        assert timer is not None and timer.subject is not None, f"{name}: nothing would ever let {oldest.rollout_id} go"
+        assert timer.due <= hold.held[oldest] + hold.seconds, f"{name} keeps {oldest.rollout_id} back for too long"
+    return len(hold.held), size
 
 
 def check_ceilings(world: World) -> None:

@@ -1,6 +1,8 @@
 """The best (rollout, engine) pair of one turn, among a bounded number of entries and engines.
 
-Entries: for whom room is kept, those owed a floor, the overdue one, then heads of lanes and of the engines' affinity heaps.
+Entries: for whom room is kept, those owed a floor, the overdue one, then heads of lanes and of the engines' affinity heaps. A run
+that states a target mix: before all lanes, those with a deadline in sight, then one stratum after the other, first the one that
+is furthest below its share.
 Engines: all of a few; of many, those with the longest hits and the emptiest of some drawn at random. Ties by the seeded random.
 
 Invariants
@@ -23,6 +25,7 @@ from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.lanes import HEADS_PER_LANE
 from rolloutd.scheduler.roomy import Pass, Roomy
+from rolloutd.scheduler.scoring import urgency
 from rolloutd.scheduler.scoring.crowding import SPREAD_BELOW
 from rolloutd.scheduler.scoring.total import EntryTerms, engine_total
 from rolloutd.scheduler.states import Gate, RolloutClass, TaskType
@@ -34,6 +37,8 @@ MAX_HOLDING_SCORED: Final = 2
 DEEP_HEADS_PER_LANE: Final = 32  # entries looked at where the first ones wait for an engine or a prefix of their own
 DEEP_PAUSE_SECONDS: Final = 0.1  # between two looks behind the first entries of lanes that found nothing
 PROBES: Final = 16  # engines with room drawn at random, of which the emptiest is scored; as many with the longest hit
+STRATA_LOOKED_AT: Final = 8  # by a target mix, before the others are looked at without it
+FIRST_OF_LANES: Final = 3  # number of the look that is the first one into lanes
 HEADS: Final = (1, HEADS_PER_LANE, DEEP_HEADS_PER_LANE)  # of each lane, in one look after the other
 
 
@@ -49,6 +54,7 @@ class Look:
         "longest_tokens",
         "many",
         "score",
+        "strata",
         "tie",
         "told",
         "weights",
@@ -66,6 +72,7 @@ class Look:
         "_spares",
         "_spreads",
         "_terms",
+        "_token_seconds",
         "_world",
     )
 
@@ -82,6 +89,7 @@ class Look:
         self.engine: Engine | None = None
         self.claim = 0
         self.told: list[Row] = []  # engines scored for the entry that is best so far
+        self.strata: list[str] | None = None  # that go first, in order; None: not asked for, or no mix is stated
         self._world = world
         self._run = run
         self._roomy = roomy
@@ -89,7 +97,7 @@ class Look:
         self._now = world.now
         self._mark = queueing.hits_mark(world, run.lineage(turn.pool))
         self._is_critical = turn.rollout_class is RolloutClass.CRITICAL
-        token_seconds = queueing.pool_token_seconds(world, run, turn.pool)
+        token_seconds = self._token_seconds = queueing.pool_token_seconds(world, run, turn.pool)
         self._terms = EntryTerms(
             weights, turn.rollout_class, world.now, world.config.queue.aging_seconds, token_seconds
         )
@@ -105,6 +113,23 @@ class Look:
     def diverse(self, stratum: str) -> float:
         """What entries of this stratum get for it."""
         return self.weights.diversity * self._run.mix.missing(stratum)
+
+    def by_mix(self, turn: turns.Turn, tasks: frozenset[TaskType]) -> list[str] | None:
+        """Strata with something to dispatch, first the one that is furthest below its share; None where no mix is stated."""
+        order = self._run.mix.order
+        if order is None or turn.short or not self._world.config.queue.strict_mix:
+            return None
+        waiting = [one for one in turn.backlog.strata(tasks) if one in order.strides]
+        waiting.sort(key=order.finish)
+        return waiting[:STRATA_LOOKED_AT]
+
+    def in_sight(self, entry: Entry) -> bool:
+        """Whether its deadline is near enough to count."""
+        deadline = entry.deadline_at
+        if deadline is None:
+            return False
+        expected_seconds = entry.expected_tokens * self._token_seconds
+        return deadline - self._now - expected_seconds < urgency.HORIZON_SECONDS
 
     def outlook(self, entry: Entry) -> None:
         """Note what an entry could score: at best on any engine, and the part of it that no engine changes."""
@@ -275,7 +300,8 @@ def choose(
         # What stands first may be too large for what is left, and what stands behind it not: look on, but where that was
         # in vain, not at every pass.
         rested = world.now - turn.backlog.fruitless_at >= DEEP_PAUSE_SECONDS
-        if not deeper and not rested and len(seen) >= HEADS_PER_LANE:
+        by_mix = look.strata is not None and stage <= FIRST_OF_LANES + len(look.strata)  # each stratum has its look
+        if not deeper and not rested and len(seen) >= HEADS_PER_LANE and not by_mix:
             return None, closed
     turn.backlog.fruitless_at = world.now
     return None, closed
@@ -301,8 +327,8 @@ def _bounded_look(
 ) -> list[Entry] | None:
     """Entries to score in the look number `stage`, none where there is nothing for it; None after the last look.
 
-    For whom room is kept (nobody else may have it, so it must be seen), tasks below their floor, who is overdue, the first of
-    each lane, the rest.
+    For whom room is kept (nobody else may have it, so it must be seen), tasks below their floor, who is overdue, by a target mix,
+    the first of each lane, the rest.
     """
     backlog = turn.backlog
     if stage == 0:
@@ -315,8 +341,18 @@ def _bounded_look(
     if stage == 2:
         oldest = backlog.oldest_ready() if turn.overdue else None
         return [oldest] if oldest is not None and not oldest.held and oldest.task_type in tasks else []
-    if stage - 3 < len(HEADS):
-        return backlog.candidates(roomy.keys, look.diverse, tasks, HEADS[stage - 3])
+    place = stage - FIRST_OF_LANES
+    if place == 0:
+        look.strata = look.by_mix(turn, tasks)
+    strata = look.strata
+    if strata is not None:
+        if place == 0:
+            return [one for one in backlog.timed(tasks) if look.in_sight(one)]
+        if place <= len(strata):
+            return backlog.of_stratum(strata[place - 1], roomy.keys, tasks)
+        place -= 1 + len(strata)
+    if place < len(HEADS):
+        return backlog.candidates(roomy.keys, look.diverse, tasks, HEADS[place])
     return None
 
 

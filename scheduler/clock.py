@@ -17,6 +17,7 @@ from rolloutd.scheduler import (
     budgeting,
     colocation,
     consumers,
+    delivering,
     letting_in,
     lifecycle,
     publishing,
@@ -61,6 +62,8 @@ def fire_due(world: World) -> None:
                 updating.due(world, subject)
             case TimerKind.PLACE:
                 world.dirty = True
+            case TimerKind.MIX:
+                delivering.settle(world, subject)
             case TimerKind.RULES:
                 watch.due(world)
             case TimerKind.HOUSEKEEPING:
@@ -85,6 +88,7 @@ def begin_shutdown(world: World, grace_seconds: float) -> None:
         for rollout in list(run.rollouts.values()):
             if rollout.state is RolloutState.QUEUED:
                 lifecycle.finish(world, rollout, Outcome.SHUTDOWN)
+        delivering.settle(world, run)
     world.timers.add(world.now + grace_seconds, TimerKind.SHUTDOWN, True)
 
 
@@ -180,6 +184,7 @@ def _keep_run(world: World, run: Run) -> None:
     if world.runs.get(run.run_id) is not run:
         return
     consumers.expire(world, run)
+    delivering.settle(world, run)  # what may start has changed
     if run.lengths.note_second() and not run.reviewed:
         run.reviewed = list(run.entries.values())
     queueing.review_lengths(world, run, REVIEWED_ENTRIES)

@@ -44,6 +44,9 @@ class QueueSettings:
     large_reserve_seconds: float = 10.0  # a rollout too large for any gap gets an engine kept free for it after this
     decision_ring: int = 4096
     max_strata: int = 64
+    strict_mix: bool = (
+        True  # a stated target mix orders dispatches inside a class; else it is a term of the score alone
+    )
     rule_period_seconds: float = 10.0  # between two looks at the metrics of rules
 
 

@@ -14,7 +14,7 @@ import math
 from dataclasses import replace
 from typing import Final
 
-from rolloutd.scheduler import letting_in, lifecycle, publishing, versions
+from rolloutd.scheduler import delivering, letting_in, lifecycle, publishing
 from rolloutd.scheduler.actions import Attached, Finished, GroupFinished, NoticeKind
 from rolloutd.scheduler.events import AcknowledgeResults, AttachConsumer
 from rolloutd.scheduler.outbox import Consumer, Kept
@@ -22,7 +22,7 @@ from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.rollout import Rollout
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.spec import Acknowledgement, StepReport
-from rolloutd.scheduler.states import Code, OnStale, Outcome, TrainerState
+from rolloutd.scheduler.states import Code, TrainerState
 from rolloutd.scheduler.timers import TimerKind
 from rolloutd.scheduler.world import World
 
@@ -97,23 +97,9 @@ def attach(world: World, run: Run, event: AttachConsumer) -> Refusal | None:
 
 def refresh(run: Run, rollout: Rollout) -> None:
     """A kept result may have become too old while nobody took it: withhold or mark it before it is delivered again."""
-    result = rollout.result
-    if result is None or not result.complete or result.stale:
+    result = delivering.too_old_now(run, rollout)
+    if result is None:
         return
-    lineage = run.lineage(rollout.spec.pool)
-    if not versions.too_old(lineage, rollout):
-        return
-    run.stale_results += 1
-    if run.settings.on_stale is OnStale.FLAG:
-        result = replace(result, stale=True, policy_version=lineage.version)
-    else:
-        result = replace(
-            result.without_tokens(),
-            outcome=Outcome.STALE,
-            error=versions.stale_error(lineage, rollout),
-            policy_version=lineage.version,
-            stale=True,
-        )
     rollout.result = result
     consumer = run.consumers[rollout.consumer_id]
     run.undelivered_bytes += consumer.replace(consumer.by_rollout[rollout.rollout_id], Finished(result))
@@ -207,7 +193,7 @@ def prune(run: Run, consumer: Consumer) -> None:
         not consumer.attached
         and not consumer.unfinished
         and not consumer.kept
-        and consumer.consumer_id.startswith("unary/")
+        and consumer.consumer_id.startswith(delivering.UNARY)
     ):
         run.consumers.pop(consumer.consumer_id, None)
 

@@ -63,12 +63,15 @@ def dispatch(world: World, look: Look, batch_id: int) -> None:
     engine.batch_since = world.now
     queueing.release_reservations(world, entry)
     entry.blocked_since = entry.apart_since = None
+    if run.mix_hold is not None:
+        run.mix_hold.note_state(rollout, RolloutState.QUEUED, RolloutState.DISPATCHED)
     rollout.move(RolloutState.DISPATCHED, world.now, f"to {engine.engine_id} in batch {batch_id}")
     world.note_attempt(attempt)
     arm_timer(world, rollout)
     attempt.charged_tokens = expected + entry.prompt_tokens - predicted
     turns.charge(run, entry.pool, attempt.charged_tokens, entry.short)
     run.mix.note_dispatched(entry.stratum)
+    run.mix.note_begun(rollout)
     run.no_capacity_since = None
     world.dispatched_total += 1
     if text is None and predicted + world.config.queue.min_shared_tokens <= entry.prompt_tokens:

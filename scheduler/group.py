@@ -28,12 +28,14 @@ class Group:
         "fates",
         "finished",
         "group_id",
+        "held",
         "keep",
         "members",
         "notified",
         "size",
         "stated_size",
         "surplus",
+        "told",
         "unacknowledged",
     )
 
@@ -51,7 +53,9 @@ class Group:
         self.surplus: list[str] = []
         self.fates: list[Fate] = []  # of members that ended, where not all are kept
         self.unacknowledged = 0
-        self.notified = False
+        self.notified = False  # all have ended
+        self.held = 0  # members whose results are kept back
+        self.told = False  # its consumer has its end
 
     @property
     def has_enough(self) -> bool:

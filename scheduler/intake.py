@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from rolloutd.scheduler import budgeting, consumers, lifecycle, versions
+from rolloutd.scheduler import budgeting, consumers, delivering, lifecycle, versions
 from rolloutd.scheduler.actions import Accepted, Finished, Rejected
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.events import SubmitRollouts
@@ -149,6 +149,8 @@ def _attach(world: World, run: Run, consumer: Consumer, spec: RolloutSpec, known
     for rollout in known:
         world.deliver(run, consumer.consumer_id, 0, _accepted(world, rollout, attached=True))
         if rollout.result is not None:  # whoever asks again gets it again, outside the durable order
+            if delivering.let_go(world, run, rollout) and rollout.consumer_id == consumer.consumer_id:
+                continue
             consumers.refresh(run, rollout)
             world.deliver(run, consumer.consumer_id, 0, Finished(rollout.result))
     return None
@@ -309,6 +311,8 @@ def _accept(world: World, run: Run, consumer: Consumer, spec: RolloutSpec, ids: 
             rollout.rollout_class = RolloutClass.CRITICAL  # as if it had been here when the step was reported
         run.rollouts[rollout_id] = rollout
         run.unfinished += 1
+        if run.mix_hold is not None:
+            run.mix_hold.note_state(rollout, None, RolloutState.QUEUED)
         consumer.unfinished += 1
         if group is not None:
             rollout.group = group

@@ -300,6 +300,42 @@ class Backlog:
             found.append(oldest)
         return found
 
+    def strata(self, tasks: frozenset[TaskType]) -> list[str]:
+        """Those with an entry that is not held, of these tasks."""
+        found: dict[str, None] = {}
+        empty = []
+        for key, lane in self._lanes.items():
+            if key.task_type in tasks and key.stratum not in found:
+                if lane.first() is None:
+                    empty.append(key)
+                else:
+                    found[key.stratum] = None
+        for key in empty:
+            del self._lanes[key]
+        return list(found)
+
+    def of_stratum(self, stratum: str, engines: Sequence[str], tasks: frozenset[TaskType]) -> list[Entry]:
+        """The first entries of one stratum's lanes, and its own among the heads of the engines' affinity heaps."""
+        found: dict[Entry, None] = {}
+        for key, lane in self._lanes.items():
+            if key.stratum == stratum and key.task_type in tasks:
+                found.update(dict.fromkeys(lane.heads(HEADS_PER_LANE)))
+        for engine in self._some(engines):
+            affine = self._affine.get(engine)
+            if affine is not None:
+                for entry in affine.heads(HEADS_PER_ENGINE):
+                    if entry.stratum == stratum and entry.task_type in tasks:
+                        found[entry] = None
+        return list(found)
+
+    def timed(self, tasks: frozenset[TaskType]) -> list[Entry]:
+        """The first entries of the lanes with a deadline."""
+        found: list[Entry] = []
+        for key, lane in self._lanes.items():
+            if key.timed and key.task_type in tasks:
+                found += lane.heads(HEADS_PER_LANE)
+        return found
+
     def _of(self, tasks: frozenset[TaskType]) -> list[Lane]:
         """All lanes of these tasks: for a look behind what may not start."""
         return [lane for key, lane in self._lanes.items() if key.task_type in tasks]

@@ -16,8 +16,8 @@ from typing import Final
 
 import numpy as np
 
-from rolloutd.scheduler import grouping, letting_in, queueing, turns, versions
-from rolloutd.scheduler.actions import Abort, Finished, GroupFinished
+from rolloutd.scheduler import delivering, grouping, letting_in, queueing, turns, versions
+from rolloutd.scheduler.actions import Abort
 from rolloutd.scheduler.group import Group
 from rolloutd.scheduler.over_launch import Fate
 from rolloutd.scheduler.refusal import Refusal
@@ -88,6 +88,7 @@ def requeue(world: World, rollout: Rollout, why: str, *, keep: bool = True) -> N
     if longest and spec.prompt_tokens + rollout.kept_tokens > longest:
         rollout.pieces.clear()  # no engine takes so long a prompt, though one may have written it
         rollout.pieces_by.clear()
+    note_move(rollout, RolloutState.QUEUED)
     rollout.move(RolloutState.QUEUED, world.now, why)
     rollout.queued_at = world.now
     queueing.put(world, rollout)
@@ -188,6 +189,7 @@ def cancel_subtree(world: World, run: Run, root: str) -> int:
 def end_one(world: World, rollout: Rollout, outcome: Outcome, why: str) -> bool:
     """End a rollout, without what is below it, for one of `ABORTS_FOR`; False where it has ended already."""
     if rollout.state is RolloutState.FINISHED:
+        delivering.let_go(world, rollout.run, rollout)
         return False
     if rollout.attempt is None:
         finish(world, rollout, outcome)
@@ -211,8 +213,9 @@ def change_class(world: World, rollout: Rollout, rollout_class: RolloutClass, wh
     """Move a rollout to another class, queued or running."""
     if rollout.state is RolloutState.FINISHED or rollout.rollout_class is rollout_class:
         return
-    world.decide(DecisionKind.PROMOTED, rollout, f"{rollout.rollout_class.name} -> {rollout_class.name}: {why}")
-    rollout.note(world.now, f"class {rollout.rollout_class.name} -> {rollout_class.name}: {why}")
+    before = rollout.rollout_class
+    world.decide(DecisionKind.PROMOTED, rollout, f"{before.name} -> {rollout_class.name}: {why}")
+    rollout.note(world.now, f"class {before.name} -> {rollout_class.name}: {why}")
     if rollout.state is RolloutState.QUEUED:
         queueing.take(world, rollout)
         rollout.rollout_class = rollout_class
@@ -223,7 +226,19 @@ def change_class(world: World, rollout: Rollout, rollout_class: RolloutClass, wh
             rollout.attempt.permit.change_class(rollout_class)
             world.note_attempt(rollout.attempt)
     note_step(world, rollout)
+    if rollout.run.mix_hold is not None:
+        rollout.run.mix_hold.note_class(rollout, before)
+        delivering.settle(world, rollout.run)
     world.dirty = True
+
+
+def note_move(rollout: Rollout, state: RolloutState, made: bool = False) -> None:
+    """Call before it leaves an engine or ends; made: with a result to train on. What counts for the target mix follows."""
+    run = rollout.run
+    if run.mix.order is not None and not made and rollout.state is not RolloutState.QUEUED:
+        run.mix.give_back(rollout)
+    if run.mix_hold is not None:
+        run.mix_hold.note_state(rollout, rollout.state, state)
 
 
 def note_step(world: World, rollout: Rollout) -> None:
@@ -309,6 +324,7 @@ def finish(world: World, rollout: Rollout, outcome: Outcome, error: Refusal | No
         run.stale_results += 1
         if run.settings.on_stale is OnStale.WITHHOLD:
             outcome, error = Outcome.STALE, versions.stale_error(lineage, rollout)
+    note_move(rollout, RolloutState.FINISHED, outcome is Outcome.COMPLETED)
     rollout.move(RolloutState.FINISHED, world.now, OUTCOMES[outcome].label)
     world.timers.cancel(rollout.timer)
     rollout.timer = None
@@ -334,36 +350,18 @@ def finish(world: World, rollout: Rollout, outcome: Outcome, error: Refusal | No
 
 
 def _keep(world: World, run: Run, rollout: Rollout, result: RolloutResult) -> None:
-    """Put the result, and the group's end, into the consumer's outbox."""
-    consumer = run.consumers[rollout.consumer_id]
-    consumer.unfinished -= 1
-    _keep_event(world, run, rollout.consumer_id, Finished(result))
+    """Hand the result, and the group's end, over to the consumer."""
+    delivering.hand_over(world, run, rollout)
     group = rollout.group
     if group is None:
         return
     if group.keep and not group.notified:
         group.fates.append(_fate(run, rollout, result))
     if group.note_finished(rollout.rollout_id, result.outcome):
-        group.consumer_id = rollout.consumer_id
-        _keep_event(world, run, rollout.consumer_id, group_event(group))
+        delivering.group_ended(world, run, group, rollout.consumer_id)
         if 0 < group.keep < len(group.members):
             run.over_launch.note_group(group.fates)
         group.fates.clear()
-
-
-def _keep_event(world: World, run: Run, consumer_id: str, event: Finished | GroupFinished) -> None:
-    consumer = run.consumers[consumer_id]
-    cursor = consumer.keep(event, world.now)
-    run.undelivered_bytes += consumer.kept[cursor].size_bytes
-    if isinstance(event, Finished):
-        run.undelivered_results += 1
-    world.deliver(run, consumer_id, cursor, event)
-
-
-def group_event(group: Group) -> GroupFinished:
-    return GroupFinished(
-        group.group_id, group.is_complete, tuple(group.members), tuple(group.failed), tuple(group.surplus)
-    )
 
 
 def _fate(run: Run, rollout: Rollout, result: RolloutResult) -> Fate:

@@ -20,6 +20,7 @@ from rolloutd.scheduler import (
     budgeting,
     clock,
     consumers,
+    delivering,
     ending,
     fleet,
     intake,
@@ -236,6 +237,7 @@ class Scheduler:
         match event:
             case PauseRun():
                 run.paused = True
+                delivering.settle(world, run)
             case ResumeRun():
                 run.paused = False
                 world.dirty = True

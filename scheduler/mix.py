@@ -1,6 +1,8 @@
 """What a run's data looks like: strata against their target mix, and how distinct outputs are.
 
 Invariants
+- A target that is stated has an `order`: a turn is taken with each dispatch of a sample to train on, and given back when the
+  attempt ends without having made one. So it follows what was made and what is being made.
 - Windows are bounded (256 rollouts, as the mixture is judged over windows of that size); strata beyond the configured number
   share one name, so counters are bounded too.
 
@@ -11,7 +13,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Hashable, Mapping
-from typing import Final, Generic, TypeVar
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
+
+from rolloutd.scheduler.share_clock import ShareClock
+from rolloutd.scheduler.staleness import bound
+
+if TYPE_CHECKING:
+    from rolloutd.scheduler.rollout import Rollout
 
 from rolloutd.scheduler.scoring import diversity
 from rolloutd.scheduler.scoring.total import clamp
@@ -61,10 +69,11 @@ class Share:
 
 
 class Mix:
-    __slots__ = ("_max_strata", "_outputs", "_shares", "_strata", "consumed", "dispatched", "target")
+    __slots__ = ("_max_strata", "_outputs", "_shares", "_strata", "consumed", "dispatched", "order", "target")
 
     def __init__(self, target: Mapping[str, float], max_strata: int) -> None:
         self.target = dict(target)
+        self.order = ShareClock(target, WINDOW_ROLLOUTS) if target else None
         self._max_strata = max_strata
         self._strata: set[str] = set(target)
         self.dispatched: Window[str] = Window()
@@ -114,6 +123,16 @@ class Mix:
         else:
             self._shares.pop(stratum, None)
             self._shares.pop(oldest, None)
+
+    def note_begun(self, rollout: Rollout) -> None:
+        """It went to an engine: its stratum had a turn, if it is a sample to train on."""
+        if self.order is not None and rollout.spec.stratum in self.order.strides and bound(rollout):
+            self.order.take(rollout.spec.stratum)
+
+    def give_back(self, rollout: Rollout) -> None:
+        """It left its engine without a result to train on."""
+        if self.order is not None and rollout.spec.stratum in self.order.strides and bound(rollout):
+            self.order.give_back(rollout.spec.stratum)
 
     def note_output(self, fingerprint: int) -> None:
         self._outputs.add(fingerprint)

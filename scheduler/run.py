@@ -22,6 +22,7 @@ from rolloutd.scheduler.lengths import LengthModel
 from rolloutd.scheduler.lineage import Lineage
 from rolloutd.scheduler.meter import Meter
 from rolloutd.scheduler.mix import Mix
+from rolloutd.scheduler.mix_hold import MixHold
 from rolloutd.scheduler.outbox import Consumer
 from rolloutd.scheduler.over_launch import OverLaunch
 from rolloutd.scheduler.phase import PhaseState
@@ -75,6 +76,7 @@ class Run:
         "lengths",
         "lineages",
         "mix",
+        "mix_hold",
         "no_capacity_since",
         "no_capacity_told_at",
         "over_launch",
@@ -132,6 +134,7 @@ class Run:
         self.last_prompt = LastPrompt()
         self.lengths = LengthModel()
         self.mix = Mix(settings.target_mix, config.queue.max_strata)
+        self.mix_hold: MixHold | None = None  # results that are kept back for the mix, where it asks for that
         self.supply = Meter(now)
         self.together: dict[str, dict[str, int]] = {}  # prompt hash -> engine -> attempts there: `grouping.py`
         self.tail: Tail | None = None  # what is left of its critical rollouts, as last looked at

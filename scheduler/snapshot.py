@@ -71,6 +71,7 @@ def run_view(world: World, run: Run, now: float) -> RunView:
         publishing={pool: one.active.update.version for pool, one in run.lineages.items() if one.active is not None},
         samples_on_their_way=run.window.outstanding if run.window is not None else 0,
         samples_allowed=run.window.capacity if run.window is not None else None,
+        held_results=len(run.mix_hold.held) if run.mix_hold is not None else 0,
         stale_results=run.stale_results,
         over_launch=run.over_launch.view(),
         rules=run.rules.views(),

@@ -102,7 +102,10 @@ class RunSettings:
     on_preempt: OnPreempt = OnPreempt.KEEP_PARTIAL
     target_mix: Mapping[str, float] = field(
         default_factory=dict
-    )  # stratum -> share; empty: equal shares of strata seen
+    )  # stratum -> share: what is furthest below goes first inside its class; empty: equal shares, for the score
+    mix_hold_seconds: float = (
+        0.0  # results of strata ahead of the target mix are kept back so long at most; 0: they are not
+    )
     cancel_on_disconnect: bool = False
     disconnect_grace_seconds: float = 0.0
     max_undelivered_bytes: int = 0  # 0: delivery.max_undelivered_bytes

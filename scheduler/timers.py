@@ -33,6 +33,7 @@ class TimerKind(enum.IntEnum):
     UPDATE = 7
     PLACE = 8
     RULES = 9
+    MIX = 10
 
 
 class Timer:

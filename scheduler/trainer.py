@@ -14,6 +14,7 @@ import math
 from rolloutd.scheduler import (
     budgeting,
     colocation,
+    delivering,
     ending,
     letting_in,
     lifecycle,
@@ -43,7 +44,10 @@ def configure(world: World, run: Run, settings: RunSettings) -> Refusal | None:
     run.ended = False
     mix = Mix(settings.target_mix, world.config.queue.max_strata)
     mix.dispatched, mix.consumed = run.mix.dispatched, run.mix.consumed
+    if mix.target == run.mix.target:
+        mix.order = run.mix.order
     run.mix = mix
+    delivering.configure(world, run, settings)
     reordering.begin(world, run)  # weights may have changed, and with them every key
     for entry in waiting:
         queueing.wake(world, entry)
@@ -67,6 +71,7 @@ def report_step(world: World, run: Run, report: StepReport) -> Refusal | None:
         world.record("info", "phase_changed", run=run.run_id, phase=run.phase.phase.name, step=report.step)
     if advanced:
         promoting.begin(world, run)
+    delivering.settle(world, run)
     colocation.follow(world, run)
     world.dirty = True
     return None
@@ -99,6 +104,7 @@ def update(world: World, run: Run, updates: tuple[RolloutUpdate, ...]) -> Refusa
 def end_run(world: World, run: Run) -> None:
     watch.end_run(world, run)
     ending.begin(world, run)
+    delivering.settle(world, run)
     publishing.orphan(world, run, f"run {run.run_id!r} has ended", pushed_only=False)
     colocation.follow(world, run)
     world.record("info", "run_ended", run=run.run_id)
@@ -140,7 +146,7 @@ def _check_settings(settings: RunSettings) -> Refusal | None:
         return invalid("target_mix", "holds a share that is negative or not finite")
     if settings.target_mix and not sum(settings.target_mix.values()) > 0.0:
         return invalid("target_mix", "sums to 0; give at least one stratum a share")
-    for name in ("queue_ttl_seconds", "disconnect_grace_seconds", "undelivered_ttl_seconds"):
+    for name in ("queue_ttl_seconds", "disconnect_grace_seconds", "undelivered_ttl_seconds", "mix_hold_seconds"):
         value = getattr(settings, name)
         if not (math.isfinite(value) and value >= 0.0):
             return invalid(name, f"is {value}; must be a finite number of seconds, 0 for the default")

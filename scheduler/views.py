@@ -138,6 +138,7 @@ class RunView:
     publishing: Mapping[str, int] = field(default_factory=dict)  # pool -> version being published now
     samples_on_their_way: int = 0  # reserved or generated and not consumed, where staleness bounds them
     samples_allowed: int | None = None  # None: not bounded
+    held_results: int = 0  # kept back until strata behind the target mix catch up
     stale_results: int = 0  # withheld or flagged
     over_launch: OverLaunchView | None = None  # None: no such group has ended
     rules: tuple[RuleView, ...] = ()

@@ -284,6 +284,7 @@ class _Views(Collector):
             "supply_tokens_per_second": ("Tokens the engines make", lambda view: view.supply_tokens_per_second),
             "desired_engines": ("Engines that would meet demand", lambda view: view.desired_engines),
             "undelivered_bytes": ("Results not acknowledged yet", lambda view: view.undelivered_bytes),
+            "held_results": ("Results kept back for the target mix", lambda view: view.held_results),
             "stale_results": ("Results older than they may be, withheld or flagged", lambda view: view.stale_results),
         }
         for name, (text, value) in sums.items():

@@ -86,6 +86,10 @@ def merge_settings(current: RunSettings, message: RunConfig) -> RunSettings:
         if not any(share > 0 for share in message.target_mix.values()):
             check.wrong("config.target_mix", "at least one share must be above 0")
         changes["target_mix"] = dict(message.target_mix)
+    if message.HasField("mix_hold_seconds"):
+        changes["mix_hold_seconds"] = check.seconds("config.mix_hold_seconds", message.mix_hold_seconds)
+        if message.mix_hold_seconds > 0 and not changes.get("target_mix", current.target_mix):
+            check.wrong("config.mix_hold_seconds", "keeps to no mix without config.target_mix; set both")
     if message.on_disconnect:
         if message.on_disconnect not in (_DISCONNECT_KEEP, _DISCONNECT_CANCEL):
             check.wrong("config.on_disconnect", f"{message.on_disconnect} is not a value of this enum")
@@ -166,6 +170,7 @@ def to_run_config(settings: RunSettings, config: SchedulerConfig) -> RunConfig:
             max_partial_span=_age(settings.max_partial_span),
         ),
         target_mix=dict(settings.target_mix),
+        mix_hold_seconds=settings.mix_hold_seconds,
         on_disconnect=on_disconnect,
         disconnect_grace_seconds=settings.disconnect_grace_seconds,
         max_undelivered_bytes=settings.max_undelivered_bytes or config.delivery.max_undelivered_bytes,
@@ -213,6 +218,7 @@ def to_run_state(view: RunView, connected_consumers: int) -> RunState:
         samples_on_their_way=view.samples_on_their_way,
         samples_allowed=view.samples_allowed,
         stale_results=view.stale_results,
+        held_results=view.held_results,
         rules=[
             RuleState(name=one.name, metric=one.metric, value=one.value, active=one.active, firings=one.firings)
             for one in view.rules

@@ -65,6 +65,7 @@ class Control(Publishing):
         on_preempt: OnPreempt | None = None,
         rollout_class: RolloutClass | None = None,
         target_mix: Mapping[str, float] | None = None,
+        mix_hold_seconds: float | None = None,
         on_disconnect: OnDisconnect | None = None,
         disconnect_grace_seconds: float | None = None,
         max_undelivered_bytes: int | None = None,
@@ -81,12 +82,13 @@ class Control(Publishing):
         """Creates the run, or changes what is given.
 
         `queue_ttl_seconds` to `rollout_class` and `min_version` to `max_partial_span` are defaults for its rollouts; -1 takes
-        a limit in versions away again.
+        a limit in versions away again. `mix_hold_seconds`: results of strata ahead of `target_mix` come so much later at most.
         """
         config = v1.RunConfig(
             fairness_weight=fairness_weight,
             floor_rollouts=floor_rollouts,
             target_mix=target_mix or {},
+            mix_hold_seconds=mix_hold_seconds,
             on_disconnect=_optional(v1.OnDisconnect, on_disconnect, "on_disconnect"),
             disconnect_grace_seconds=disconnect_grace_seconds,
             max_undelivered_bytes=max_undelivered_bytes,

@@ -171,7 +171,7 @@ def test_a_page_says_what_is_missing_lost_and_not_met(tmp_path: Path, capsys: py
     ]  # fmt: skip
     ablation = {"core": "compiled core", "seeds": 3, "rows": rows, "without_switch": {"length priors": "why"}}
     (inputs / "ablation.txt").write_text(json.dumps(ablation), encoding="utf-8")
-    points = {"alike": {"default": 3.0}}
+    points = {"alike": {"held": 0.5, "default": 3.0}}
     mix = {"window": 256, "seeds": 1, "rounding_points": 0.4, "in_order_of_mix_points": {"alike": 1.5}}
     mix |= dict.fromkeys(("mean_points", "worst_points", "dispatched_points"), points)
     (inputs / "mix.txt").write_text(json.dumps(mix), encoding="utf-8")

@@ -98,6 +98,11 @@ async def test_configure_run_changes_what_is_given_and_keeps_the_rest() -> None:
         assert run.config.defaults.max_attempts == 5
         assert dict(run.config.target_mix) == {"math": 3.0, "code": 1.0}
         assert run.config.disconnect_grace_seconds == 7.0
+        held = RunConfig(mix_hold_seconds=30.0)
+        run = (await rig.runs.ConfigureRun(ConfigureRunRequest(run_id="run", config=held))).run
+        assert run.config.mix_hold_seconds == 30.0 and run.state.held_results == 0
+        details = await refused(rig.runs.ConfigureRun(ConfigureRunRequest(run_id="no mix", config=held)))
+        assert set(details.fields) == {"config.mix_hold_seconds"}
         bad = RunConfig(fairness_weight=0.0, target_mix={"math": -1.0})
         details = await refused(rig.runs.ConfigureRun(ConfigureRunRequest(run_id="run", config=bad)))
         assert set(details.fields) >= {"config.fairness_weight", "config.target_mix"}

@@ -331,6 +331,7 @@ def test_settings_survive_the_round_trip() -> None:
         max_attempts=4,
         on_preempt=OnPreempt.NEVER,
         target_mix={"a": 1.0},
+        mix_hold_seconds=30.0,
         cancel_on_disconnect=True,
         disconnect_grace_seconds=5.0,
         max_undelivered_bytes=1 << 20,

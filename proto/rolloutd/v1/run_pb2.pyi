@@ -224,6 +224,7 @@ class RunConfig(_message.Message):
     SLICE_TOKENS_FIELD_NUMBER: _builtins.int
     PREFIX_TTL_VERSIONS_FIELD_NUMBER: _builtins.int
     RELEASE_MEMORY_FIELD_NUMBER: _builtins.int
+    MIX_HOLD_SECONDS_FIELD_NUMBER: _builtins.int
     fairness_weight: _builtins.float
     """Share of a shared pool against other runs, above 0. Absent: unchanged, 1 in a new run. A run of weight 2 gets twice
     the tokens of a run of weight 1.
@@ -261,6 +262,13 @@ class RunConfig(_message.Message):
     """
     release_memory: Global___ReleaseMemory.ValueType
     """Unspecified: unchanged; a new run releases nothing."""
+    mix_hold_seconds: _builtins.float
+    """Results of strata that are ahead of target_mix are kept back until the others catch up, this long at most, so that
+    what is consumed keeps to the mix although longer outputs come back later. Not kept back: turns of sessions, nodes
+    of a tree, what has a deadline, what a waiting trainer needs for its step, what did not complete, and what nothing
+    still to come could put in order. Absent: unchanged, 0 in a new run. 0: every result goes at once. Refused above 0
+    without a target_mix.
+    """
     @_builtins.property
     def weights(self) -> Global___ScoreWeights:
         """Weights of the score terms, each 0 or more. Absent: the server's configuration."""
@@ -271,8 +279,9 @@ class RunConfig(_message.Message):
 
     @_builtins.property
     def target_mix(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """Wanted share of each stratum, for the diversity score. Shares are relative and need not sum to 1; each 0 or more,
-        one above 0. Empty: unchanged; a run that never set it wants all strata seen equally.
+        """Wanted share of each stratum. Among rollouts of one class the stratum that is furthest below its share of what was
+        made and is being made goes first. Shares are relative and need not sum to 1; each 0 or more, one above 0. Empty:
+        unchanged; a run that never set it wants all strata seen equally, as one term of the score among others.
         """
 
     def __init__(
@@ -292,10 +301,11 @@ class RunConfig(_message.Message):
         slice_tokens: _builtins.int | None = ...,
         prefix_ttl_versions: _builtins.int | None = ...,
         release_memory: Global___ReleaseMemory.ValueType = ...,
+        mix_hold_seconds: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_batch_samples", b"_batch_samples", "_disconnect_grace_seconds", b"_disconnect_grace_seconds", "_fairness_weight", b"_fairness_weight", "_floor_rollouts", b"_floor_rollouts", "_max_undelivered_bytes", b"_max_undelivered_bytes", "_prefix_ttl_versions", b"_prefix_ttl_versions", "_slice_tokens", b"_slice_tokens", "_undelivered_ttl_seconds", b"_undelivered_ttl_seconds", "batch_samples", b"batch_samples", "defaults", b"defaults", "disconnect_grace_seconds", b"disconnect_grace_seconds", "fairness_weight", b"fairness_weight", "floor_rollouts", b"floor_rollouts", "max_undelivered_bytes", b"max_undelivered_bytes", "prefix_ttl_versions", b"prefix_ttl_versions", "slice_tokens", b"slice_tokens", "undelivered_ttl_seconds", b"undelivered_ttl_seconds", "weights", b"weights"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_batch_samples", b"_batch_samples", "_disconnect_grace_seconds", b"_disconnect_grace_seconds", "_fairness_weight", b"_fairness_weight", "_floor_rollouts", b"_floor_rollouts", "_max_undelivered_bytes", b"_max_undelivered_bytes", "_mix_hold_seconds", b"_mix_hold_seconds", "_prefix_ttl_versions", b"_prefix_ttl_versions", "_slice_tokens", b"_slice_tokens", "_undelivered_ttl_seconds", b"_undelivered_ttl_seconds", "batch_samples", b"batch_samples", "defaults", b"defaults", "disconnect_grace_seconds", b"disconnect_grace_seconds", "fairness_weight", b"fairness_weight", "floor_rollouts", b"floor_rollouts", "max_undelivered_bytes", b"max_undelivered_bytes", "mix_hold_seconds", b"mix_hold_seconds", "prefix_ttl_versions", b"prefix_ttl_versions", "slice_tokens", b"slice_tokens", "undelivered_ttl_seconds", b"undelivered_ttl_seconds", "weights", b"weights"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_batch_samples", b"_batch_samples", "_disconnect_grace_seconds", b"_disconnect_grace_seconds", "_fairness_weight", b"_fairness_weight", "_floor_rollouts", b"_floor_rollouts", "_max_undelivered_bytes", b"_max_undelivered_bytes", "_prefix_ttl_versions", b"_prefix_ttl_versions", "_slice_tokens", b"_slice_tokens", "_undelivered_ttl_seconds", b"_undelivered_ttl_seconds", "batch_samples", b"batch_samples", "defaults", b"defaults", "disconnect_grace_seconds", b"disconnect_grace_seconds", "fairness_weight", b"fairness_weight", "floor_rollouts", b"floor_rollouts", "max_undelivered_bytes", b"max_undelivered_bytes", "on_disconnect", b"on_disconnect", "on_stale", b"on_stale", "prefix_ttl_versions", b"prefix_ttl_versions", "release_memory", b"release_memory", "slice_tokens", b"slice_tokens", "target_mix", b"target_mix", "undelivered_ttl_seconds", b"undelivered_ttl_seconds", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_batch_samples", b"_batch_samples", "_disconnect_grace_seconds", b"_disconnect_grace_seconds", "_fairness_weight", b"_fairness_weight", "_floor_rollouts", b"_floor_rollouts", "_max_undelivered_bytes", b"_max_undelivered_bytes", "_mix_hold_seconds", b"_mix_hold_seconds", "_prefix_ttl_versions", b"_prefix_ttl_versions", "_slice_tokens", b"_slice_tokens", "_undelivered_ttl_seconds", b"_undelivered_ttl_seconds", "batch_samples", b"batch_samples", "defaults", b"defaults", "disconnect_grace_seconds", b"disconnect_grace_seconds", "fairness_weight", b"fairness_weight", "floor_rollouts", b"floor_rollouts", "max_undelivered_bytes", b"max_undelivered_bytes", "mix_hold_seconds", b"mix_hold_seconds", "on_disconnect", b"on_disconnect", "on_stale", b"on_stale", "prefix_ttl_versions", b"prefix_ttl_versions", "release_memory", b"release_memory", "slice_tokens", b"slice_tokens", "target_mix", b"target_mix", "undelivered_ttl_seconds", b"undelivered_ttl_seconds", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__batch_samples: _TypeAlias = _typing.Literal["batch_samples"]  # noqa: Y015
     _WhichOneofArgType__batch_samples: _TypeAlias = _typing.Literal["_batch_samples", b"_batch_samples"]  # noqa: Y015
@@ -307,6 +317,8 @@ class RunConfig(_message.Message):
     _WhichOneofArgType__floor_rollouts: _TypeAlias = _typing.Literal["_floor_rollouts", b"_floor_rollouts"]  # noqa: Y015
     _WhichOneofReturnType__max_undelivered_bytes: _TypeAlias = _typing.Literal["max_undelivered_bytes"]  # noqa: Y015
     _WhichOneofArgType__max_undelivered_bytes: _TypeAlias = _typing.Literal["_max_undelivered_bytes", b"_max_undelivered_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__mix_hold_seconds: _TypeAlias = _typing.Literal["mix_hold_seconds"]  # noqa: Y015
+    _WhichOneofArgType__mix_hold_seconds: _TypeAlias = _typing.Literal["_mix_hold_seconds", b"_mix_hold_seconds"]  # noqa: Y015
     _WhichOneofReturnType__prefix_ttl_versions: _TypeAlias = _typing.Literal["prefix_ttl_versions"]  # noqa: Y015
     _WhichOneofArgType__prefix_ttl_versions: _TypeAlias = _typing.Literal["_prefix_ttl_versions", b"_prefix_ttl_versions"]  # noqa: Y015
     _WhichOneofReturnType__slice_tokens: _TypeAlias = _typing.Literal["slice_tokens"]  # noqa: Y015
@@ -323,6 +335,8 @@ class RunConfig(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__floor_rollouts) -> _WhichOneofReturnType__floor_rollouts | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_undelivered_bytes) -> _WhichOneofReturnType__max_undelivered_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mix_hold_seconds) -> _WhichOneofReturnType__mix_hold_seconds | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__prefix_ttl_versions) -> _WhichOneofReturnType__prefix_ttl_versions | None: ...
     @_typing.overload
@@ -572,6 +586,7 @@ class RunState(_message.Message):
     STALE_RESULTS_FIELD_NUMBER: _builtins.int
     RULES_FIELD_NUMBER: _builtins.int
     OVER_LAUNCH_FIELD_NUMBER: _builtins.int
+    HELD_RESULTS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     status: Global___RunStatus.ValueType
@@ -618,6 +633,8 @@ class RunState(_message.Message):
     """The bound on samples_on_their_way. Absent: not bounded."""
     stale_results: _builtins.int
     """Results that were too old when they were done, withheld or flagged."""
+    held_results: _builtins.int
+    """Results kept back now because their strata are ahead of the target mix. They count as undelivered."""
     @_builtins.property
     def classes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ClassState]:
         """Work per class, one entry for each that has had any."""
@@ -677,10 +694,11 @@ class RunState(_message.Message):
         stale_results: _builtins.int = ...,
         rules: _abc.Iterable[Global___RuleState] | None = ...,
         over_launch: Global___OverLaunch | None = ...,
+        held_results: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_diversity_score", b"_diversity_score", "_mean_reward", b"_mean_reward", "_samples_allowed", b"_samples_allowed", "_step", b"_step", "budget", b"budget", "diversity_score", b"diversity_score", "mean_reward", b"mean_reward", "over_launch", b"over_launch", "samples_allowed", b"samples_allowed", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_diversity_score", b"_diversity_score", "_mean_reward", b"_mean_reward", "_samples_allowed", b"_samples_allowed", "_step", b"_step", "budget", b"budget", "classes", b"classes", "connected_consumers", b"connected_consumers", "demand_tokens_per_second", b"demand_tokens_per_second", "desired_engines", b"desired_engines", "diversity_score", b"diversity_score", "dropped_results", b"dropped_results", "kv_tokens_committed", b"kv_tokens_committed", "mean_reward", b"mean_reward", "over_launch", b"over_launch", "phase", b"phase", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "publishing", b"publishing", "rules", b"rules", "run_id", b"run_id", "samples_allowed", b"samples_allowed", "samples_on_their_way", b"samples_on_their_way", "stale_results", b"stale_results", "status", b"status", "step", b"step", "supply_tokens_per_second", b"supply_tokens_per_second", "tasks", b"tasks", "trainer_epoch", b"trainer_epoch", "trainer_state", b"trainer_state", "undelivered_bytes", b"undelivered_bytes", "undelivered_results", b"undelivered_results", "used_results", b"used_results"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_diversity_score", b"_diversity_score", "_mean_reward", b"_mean_reward", "_samples_allowed", b"_samples_allowed", "_step", b"_step", "budget", b"budget", "classes", b"classes", "connected_consumers", b"connected_consumers", "demand_tokens_per_second", b"demand_tokens_per_second", "desired_engines", b"desired_engines", "diversity_score", b"diversity_score", "dropped_results", b"dropped_results", "held_results", b"held_results", "kv_tokens_committed", b"kv_tokens_committed", "mean_reward", b"mean_reward", "over_launch", b"over_launch", "phase", b"phase", "policy_version", b"policy_version", "policy_versions", b"policy_versions", "publishing", b"publishing", "rules", b"rules", "run_id", b"run_id", "samples_allowed", b"samples_allowed", "samples_on_their_way", b"samples_on_their_way", "stale_results", b"stale_results", "status", b"status", "step", b"step", "supply_tokens_per_second", b"supply_tokens_per_second", "tasks", b"tasks", "trainer_epoch", b"trainer_epoch", "trainer_state", b"trainer_state", "undelivered_bytes", b"undelivered_bytes", "undelivered_results", b"undelivered_results", "used_results", b"used_results"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__diversity_score: _TypeAlias = _typing.Literal["diversity_score"]  # noqa: Y015
     _WhichOneofArgType__diversity_score: _TypeAlias = _typing.Literal["_diversity_score", b"_diversity_score"]  # noqa: Y015

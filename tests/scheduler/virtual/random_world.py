@@ -20,6 +20,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from rolloutd.bench.virtual import Simulation
@@ -43,8 +44,8 @@ from rolloutd.scheduler.events import (
 )
 from rolloutd.scheduler.machine import Scheduler
 from rolloutd.scheduler.result import RolloutResult
-from rolloutd.scheduler.spec import RolloutUpdate, RunSettings, StepReport, Weights
-from rolloutd.scheduler.states import OnPreempt, OnStale, ReleaseMemory, RolloutClass, TrainerState
+from rolloutd.scheduler.spec import RolloutSpec, RolloutUpdate, RunSettings, StepReport, Weights
+from rolloutd.scheduler.states import OnPreempt, OnStale, Origin, ReleaseMemory, RolloutClass, TrainerState
 from tests.scheduler.virtual.auditor import Auditor
 from tests.scheduler.virtual.consumer import Consumer
 from tests.scheduler.virtual.random_budgets import random_budget, sufficient_budget
@@ -62,6 +63,8 @@ from tests.scheduler.virtual.random_publishing import RandomPublishing
 from tests.scheduler.virtual.random_rules import RandomRules, count_changes
 from tests.scheduler.virtual.random_work import RandomWork
 
+TARGET_MIX = {"a": 2.0, "b": 1.0, "c": 1.0}
+
 
 class RandomWorld:
     def __init__(
@@ -73,6 +76,8 @@ class RandomWorld:
         self.runs = [f"run-{number}" for number in range(rng.choice([1, 1, 2]))]
         publishes = rng.random() < 0.7
         self.rules = RandomRules(seed)
+        self._mixing = random.Random(f"{seed}: a target mix")
+        self.mixes = self._mixing.random() < 0.25  # its runs keep results back, and most of its rollouts count for that
         self.config = self.rules.added(random_settings(rng, self.slowdown, shared=len(self.runs) > 1))
         scheduler = Scheduler(self.config, random.Random(seed + 1), 0.0)
         self.simulation = Simulation(
@@ -124,7 +129,7 @@ class RandomWorld:
         for consumer in self.consumers:
             consumer.connect()
         for run_id in self.runs:
-            if rng.random() < 0.5:
+            if rng.random() < 0.5 or self.mixes:
                 self.send(ConfigureRun(run_id, self._settings(run_id)))
         moments = [rng.uniform(0.0, self.horizon_seconds) for _ in range(self.rollouts // 2)]
         moments += [0.0] * rng.randint(0, 4)  # a burst at the start
@@ -247,10 +252,17 @@ class RandomWorld:
     def _submit(self) -> None:
         rng = self.rng
         consumer = rng.choice(self.consumers)
-        specs = tuple(self.work.spec(consumer.run_id) for _ in range(rng.choice([1, 1, 1, 2, 3])))
+        specs = tuple(self._mixed(self.work.spec(consumer.run_id)) for _ in range(rng.choice([1, 1, 1, 2, 3])))
         self.send(SubmitRollouts(consumer.run_id, consumer.consumer_id, specs))
         for spec in specs:
             self.work.submitted.append((consumer.run_id, spec.rollout_id))
+
+    def _mixed(self, spec: RolloutSpec) -> RolloutSpec:
+        """Where the world mixes, mostly a sample to train on."""
+        if not self.mixes or self._mixing.random() < 0.2:
+            return spec
+        stratum = self._mixing.choice(sorted(TARGET_MIX))
+        return replace(spec, stratum=stratum, origin=Origin.CURRENT_POLICY, parent_rollout_id="", deadline_seconds=0.0)
 
     def _reconfigure(self) -> None:
         refused = [one for one in self.send(Reconfigure(self.rules.changed(self.config))) if isinstance(one, Refuse)]
@@ -340,7 +352,7 @@ class RandomWorld:
             floor_rollouts=rng.choice([0, 1, 3]),
             default_class=rng.choice(list(RolloutClass)),
             on_preempt=rng.choice(list(OnPreempt)),
-            target_mix=rng.choice([{}, {"a": 3.0, "b": 1.0}]),
+            target_mix=TARGET_MIX if self.mixes else rng.choice([{}, TARGET_MIX]),
             cancel_on_disconnect=rng.random() < 0.3,
             disconnect_grace_seconds=rng.choice([0.0, 1.0]),
             max_undelivered_bytes=rng.choice([0, 0, 2_000]),
@@ -351,6 +363,7 @@ class RandomWorld:
             slice_tokens=rng.choice([0, 0, 8, 40]),
             prefix_ttl_versions=rng.choice([None, 0, 2]),
             release_memory=rng.choice([*self._memory, *[ReleaseMemory.NOTHING] * 3]),
+            mix_hold_seconds=self._mixing.choice([0.5, 4.0] if self.mixes else [0.0, 0.5, 4.0]),
         )
 
     def _random_bounds(self) -> tuple[int | None, int]:

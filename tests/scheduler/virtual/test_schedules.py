@@ -59,6 +59,7 @@ WANTED = (
     "mixed versions",
     "hits on kept caches",
     "samples let in",
+    "kept back for the mix",
     "stale since it ended",
     "VERSION_UNMET",
     "VERSION_GONE",

@@ -1,0 +1,91 @@
+"""A stated target mix orders dispatches inside a class."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from rolloutd.scheduler.states import FaultKind
+from tests.scheduler.kit import BACKGROUND, CRITICAL, Bench, config, engine, spec
+
+TARGET = {"a": 0.6, "b": 0.3, "c": 0.1}
+
+
+def waiting(strict: bool = True, slots: int = 1) -> Bench:
+    """30 rollouts of each stratum wait; those of c would go first by all else: they came first and may write most."""
+    bench = Bench(engine(slots=slots), settings=config(queue={"strict_mix": strict}, preempt={"time_slice_tokens": 0}))
+    bench.configure(target_mix=TARGET)
+    for stratum, most in (("c", 512), ("b", 64), ("a", 8)):
+        bench.submit(*[spec(f"{stratum}{n}", stratum=stratum, max_new_tokens=most) for n in range(30)])
+    return bench
+
+
+def serve(bench: Bench, count: int) -> str:
+    """Strata of the next dispatches, each finished before the next."""
+    strata = ""
+    for _ in range(count):
+        (one,) = bench.tick(0.01)
+        strata += one.rollout_id[0]
+        bench.write(one.rollout_id, 1)
+        bench.finish(one.rollout_id, 2)
+        bench.acknowledge(one.rollout_id)
+    return strata
+
+
+def test_the_stratum_furthest_below_its_share_goes_first() -> None:
+    strata = serve(waiting(), 40)
+    for end in range(1, 41):
+        counted = Counter(strata[:end])
+        assert all(abs(counted[name] - end * share) <= 1.0 for name, share in TARGET.items()), (strata, end)
+
+
+def test_the_switch_leaves_it_to_the_score() -> None:
+    assert serve(waiting(strict=False), 10).count("c") > 2
+
+
+def test_nobody_waits_for_a_stratum_that_has_nothing_queued() -> None:
+    bench = waiting()
+    bench.cancel(*[f"a{n}" for n in range(30)])
+    assert Counter(serve(bench, 8)) == {"b": 6, "c": 2}
+
+
+def test_a_stratum_without_a_share_goes_behind_those_with_one() -> None:
+    bench = waiting()
+    bench.submit(spec("x0", stratum="x"))
+    bench.cancel(*[f"{stratum}{n}" for stratum in "abc" for n in range(2, 30)])
+    assert serve(bench, 7)[-1] == "x"
+
+
+def test_class_comes_before_the_mix() -> None:
+    bench = waiting()
+    bench.cancel(*[f"a{n}" for n in range(30)])
+    bench.submit(spec("a-low", stratum="a", rollout_class=BACKGROUND))
+    bench.submit(spec("c-first", stratum="c", rollout_class=CRITICAL))
+    assert "a" not in serve(bench, 10)
+
+
+def test_a_deadline_in_sight_comes_before_the_mix() -> None:
+    bench = waiting()
+    bench.submit(spec("x-timed", stratum="x", deadline_seconds=30.0))
+    assert serve(bench, 1) == "x"
+    bench.submit(spec("x-later", stratum="x", deadline_seconds=3000.0))
+    assert "x" not in serve(bench, 10)
+
+
+@pytest.mark.parametrize("fault", [FaultKind.BROKEN])
+def test_an_attempt_that_made_nothing_gives_its_turn_back(fault: FaultKind) -> None:
+    bench = waiting()
+    (first,) = bench.tick()
+    assert first.rollout_id[0] == "a"
+    order = bench.its_run().mix.order
+    assert order is not None
+    before = order.finish("a")
+    bench.fail(first.rollout_id, fault)
+    assert order.finish("a") == pytest.approx(before - 1 / TARGET["a"])
+
+
+def test_what_runs_counts_before_it_is_done() -> None:
+    bench = waiting(slots=10)
+    started = bench.tick()
+    assert Counter(one.rollout_id[0] for one in started) == {"a": 6, "b": 3, "c": 1}
