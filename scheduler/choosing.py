@@ -263,7 +263,7 @@ def choose(
     seen: set[int] = set()
     ledger = turn.run.ledger
     owed: frozenset[TaskType] = frozenset()
-    if ledger.has_floors and not ledger.class_owed(turn.rollout_class):
+    if ledger.has_floors and ledger.owes() and not ledger.class_owed(turn.rollout_class):
         owed = frozenset([one for one in tasks if ledger.task_owed(one)])
     deeper = turn.overdue or bool(owed)  # what was seen may not start for reasons of its own: look behind it
     stage = 0

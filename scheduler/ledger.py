@@ -143,13 +143,14 @@ class Ledger:
             return Gate.CLASS_CEILING
         if not self.task_open(task_type):
             return Gate.TASK_CEILING
-        if self.has_floors and (self.class_owed(rollout_class) or self.task_owed(task_type)):
+        owing = self.has_floors and self.owes()  # mostly nothing is, and who and how much is dear to ask
+        if owing and (self.class_owed(rollout_class) or self.task_owed(task_type)):
             return Gate.OPEN
-        return self._soft_gate(rollout_class, task_type, self.ceiling(slots))
+        return self._soft_gate(rollout_class, task_type, self.ceiling(slots), owing)
 
-    def _soft_gate(self, rollout_class: RolloutClass, task_type: TaskType, ceiling: int) -> Gate:
-        """Shares and the floors of others; only reached by work above its own floors."""
-        if self.has_floors:
+    def _soft_gate(self, rollout_class: RolloutClass, task_type: TaskType, ceiling: int, owing: bool) -> Gate:
+        """Shares and, where `owing`, the floors of others; only reached by work above its own floors."""
+        if owing:
             class_owed = task_owed = 0
             for one in self.floor_classes:
                 if one is not rollout_class and one not in self.stalled_classes:

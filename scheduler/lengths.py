@@ -113,7 +113,10 @@ class LengthModel:
         if tokens <= prompt.running.get(rollout_id, 0) * GROWTH:
             return False
         prompt.running[rollout_id] = tokens
-        prompt.stale = True
+        if not prompt.stale:
+            # One that has written next to nothing is imputed by the mean, and so leaves the mean where it is.
+            deviation = math.sqrt((1.0 - BETWEEN_SHARE) * prompt.task.variance)
+            prompt.stale = math.log(max(1, tokens)) >= prompt.log_mean - FAR_DEVIATIONS * deviation
         prompt.task.running[prompt_hash] = prompt
         return True
 
