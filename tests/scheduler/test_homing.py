@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from rolloutd.scheduler.events import DrainEngine
-from tests.scheduler.kit import Bench, config, engines, prompt, spec
+from rolloutd.scheduler.spec import Quota
+from tests.scheduler.kit import CRITICAL, Bench, config, engines, prompt, spec
 
 CONTEXT = 256  # tokens of the first turn
 PATIENCE_SECONDS = 20.0
@@ -46,6 +47,13 @@ def test_it_goes_at_once_where_that_is_switched_off() -> None:
 def test_it_goes_at_once_when_its_engine_takes_no_more_work() -> None:
     bench, home = between_turns()
     bench.do(DrainEngine(home))
+    (sent,) = bench.tick()
+    assert sent.rollout_id == "s1" and sent.engine_id != home
+
+
+def test_it_goes_at_once_where_a_floor_is_owed() -> None:
+    bench, home = between_turns()
+    bench.budget(classes={CRITICAL: Quota(floor_rollouts=2)})
     (sent,) = bench.tick()
     assert sent.rollout_id == "s1" and sent.engine_id != home
 
