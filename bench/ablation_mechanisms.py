@@ -130,6 +130,12 @@ MECHANISMS: tuple[Mechanism, ...] = (
         {"Q1": ("makespan_over_bound", "imbalance"), "Q2": ("makespan_over_bound", "prefix_hit")},
     ),
     Mechanism(
+        "turns wait for their context",
+        "a later turn waits for the engine that has its context (`scheduler.session_patience_seconds`)",
+        {"queue": {"session_patience_seconds": 0.0}},
+        {"Q4": ("session_mean_seconds", "makespan_over_bound", "prefix_hit")},
+    ),
+    Mechanism(
         "waiting",
         "the score's waiting term (`weights.waiting`)",
         {"weights": {"waiting": 0.0}},

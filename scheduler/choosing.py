@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from rolloutd.scheduler import gates, grouping, queueing, turns
+from rolloutd.scheduler import gates, grouping, homing, queueing, turns
 from rolloutd.scheduler.common_prefix import common_hit
 from rolloutd.scheduler.considered import Row
 from rolloutd.scheduler.dearness import dearness
@@ -181,15 +181,14 @@ class Look:
         most_held = segments[0][1] if segments and not entry.resumed else 0  # of an interrupted one it does not matter
         longest = most_held if self._spares else 0
         siblings = 0
-        if self._groups:
+        if entry.continuation and most_held > hit:
+            if homing.waits(self._world, entry, most_held - hit):
+                return Gate.HELD_FOR_PREFIX
+        elif self._groups:
             if dear < SPREAD_BELOW:
                 if self._spreads:
                     siblings = grouping.siblings(entry, engine)
-            elif (
-                most_held > hit
-                and not entry.continuation
-                and grouping.waits(self._world, entry, engine, most_held - hit)
-            ):
+            elif most_held > hit and grouping.waits(self._world, entry, engine, most_held - hit):
                 return Gate.HELD_FOR_PREFIX
         score = entry.fixed + engine_total(
             self.weights, hit - self._common, longest - hit, entry.prompt_tokens, dear, slots_fill, kv_fill, siblings

@@ -41,6 +41,7 @@ class QueueSettings:
     min_shared_tokens: int = 32  # prefixes shorter than this are not worth waiting for
     spare_duplicates: bool = True  # what no engine has goes before what another one has: `scoring/duplicate.py`
     place_groups: bool = True  # siblings apart where prefill is cheap, together where it is dear: `grouping.py`
+    session_patience_seconds: float = 20.0  # a later turn waits so long for the engine with its context; 0: not at all
     large_reserve_seconds: float = 10.0  # a rollout too large for any gap gets an engine kept free for it after this
     decision_ring: int = 4096
     max_strata: int = 64

@@ -12,7 +12,8 @@ By dearness, the cost of one prefill over the decode cost of one output:
 
 Invariants
 - Counts are of live attempts, by run, prompt and engine; `check()` of the core re-derives them.
-- Turns of sessions and interrupted rollouts do not wait: others are not their siblings, and their place is a matter of score.
+- Turns of sessions and interrupted rollouts do not wait: others are not their siblings (`homing.py` has turns).
+- Nobody waits who is owed a floor.
 - Nobody waits longer than `LONGEST_WAIT_SECONDS`, nor for an engine that would not take it if it had a slot.
 
 What this module does not know: scores, and who else may have the slot.
@@ -74,11 +75,22 @@ def waits(world: World, entry: Entry, engine: Engine, missing_tokens: int) -> bo
         return False
     again = missing_tokens / rate * (1 + engine.slots_used)
     wait = len(entry.members) * entry.expected_tokens * pace / engine.facts.slots
-    if wait >= again or not _is_there(world, entry):
+    return wait < again and within(world, entry, LONGEST_WAIT_SECONDS)
+
+
+def within(world: World, entry: Entry, patience_seconds: float) -> bool:
+    """Whether an engine that has its prompt is there, and the entry has waited for one for less than that. Notes since when."""
+    run = entry.run
+    ledger = run.ledger
+    if ledger.running < run.settings.floor_rollouts or (
+        ledger.has_floors and (ledger.class_owed(entry.rollout_class) or ledger.task_owed(entry.task_type))
+    ):
+        return False
+    if not _is_there(world, entry):
         return False
     if entry.apart_since is None:
         entry.apart_since = world.now
-    return world.now - entry.apart_since < LONGEST_WAIT_SECONDS
+    return world.now - entry.apart_since < patience_seconds
 
 
 def _is_there(world: World, entry: Entry) -> bool:
