@@ -288,6 +288,9 @@ def choose(
                 world.decide(DecisionKind.HELD, entry.members[0], "its prefix is being computed", gate=gate)
             else:
                 gate = _score_entry(entry, roomy, look)
+                if gate is Gate.HELD_FOR_PREFIX and entry.lane_key is not None and not entry.lane_key.apart:
+                    queueing.order(world, entry)  # among those that wait: what need not wait does not stand behind it
+                    deeper = True
             if gate is not Gate.OPEN:
                 closed = gate
                 deeper = deeper or gate in (Gate.NO_ENGINE, Gate.POLICY_VERSION)

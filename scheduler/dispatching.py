@@ -62,7 +62,7 @@ def dispatch(world: World, look: Look, batch_id: int) -> None:
     engine.note_dispatch(world.config.executor)
     engine.batch_since = world.now
     queueing.release_reservations(world, entry)
-    entry.blocked_since = entry.apart_since = None
+    entry.blocked_since = None
     if run.mix_hold is not None:
         run.mix_hold.note_state(rollout, RolloutState.QUEUED, RolloutState.DISPATCHED)
     rollout.move(RolloutState.DISPATCHED, world.now, f"to {engine.engine_id} in batch {batch_id}")

@@ -14,7 +14,7 @@ Invariants
 - Counts are of live attempts, by run, prompt and engine; `check()` of the core re-derives them.
 - Turns of sessions and interrupted rollouts do not wait: others are not their siblings (`homing.py` has turns).
 - Nobody waits who is owed a floor.
-- Nobody waits longer than `LONGEST_WAIT_SECONDS`, nor for an engine that would not take it if it had a slot.
+- Members of one entry wait no longer than `LONGEST_WAIT_SECONDS` together, nor for an engine that would not take it if it had a slot.
 
 What this module does not know: scores, and who else may have the slot.
 """
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from rolloutd.scheduler import gates
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.run import Run
@@ -68,7 +69,7 @@ def siblings(entry: Entry, engine: Engine) -> int:
 def waits(world: World, entry: Entry, engine: Engine, missing_tokens: int) -> bool:
     """Whether the entry had better wait for an engine that has its prompt. missing_tokens: that are cached there and not here.
 
-    Notes since when it waits; a dispatch from the entry ends that.
+    Notes since when it waits.
     """
     rate, pace = engine.prefill_tokens_per_second, engine.decode_seconds_per_token
     if not rate or not pace:
@@ -103,7 +104,7 @@ def _is_there(world: World, entry: Entry) -> bool:
             home is not None
             and home.is_open(world.now)
             and home.engine_id not in rollout.excluded
-            and world.serves(home, entry.run, entry.pool, entry.labels)
+            and gates.could_serve(world, entry, home, rollout.remaining_tokens)
         ):
             return True
     return False

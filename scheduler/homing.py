@@ -6,7 +6,7 @@ one has more of its context and lacks no more than room, for at most `scheduler.
 the index says, so a session whose context was evicted while its tool ran is free to go anywhere.
 
 Invariants
-- Asking books nothing but since when an entry waits; a dispatch from the entry ends that.
+- Asking books nothing but since when an entry waits; who waits stands in a lane with others that do (`lanes`).
 - Interrupted rollouts do not wait here: their score says where to go on.
 
 What this module does not know: scores, and who else may have the room.

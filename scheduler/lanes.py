@@ -51,12 +51,14 @@ class LaneKey(NamedTuple):
     timed: bool
     task_type: TaskType
     continuation: bool
+    apart: bool  # some engine has its prompt and it waits, or has waited, for that: others need not stand behind it
     labels: tuple[tuple[str, str], ...]
 
 
 def lane_key(entry: Entry) -> LaneKey:
     timed = entry.deadline_at is not None
-    return LaneKey(entry.stratum, timed, entry.task_type, entry.continuation, entry.key.labels)
+    apart = entry.apart_since is not None
+    return LaneKey(entry.stratum, timed, entry.task_type, entry.continuation, apart, entry.key.labels)
 
 
 def _live(item: Item) -> bool:
@@ -439,7 +441,7 @@ class Backlog:
 
     def _lane(self, entry: Entry) -> Lane:
         key = entry.lane_key
-        if key is None or key.timed is (entry.deadline_at is None):
+        if key is None or key.timed is (entry.deadline_at is None) or key.apart is (entry.apart_since is None):
             key = entry.lane_key = lane_key(entry)
         lane = self._lanes.get(key)
         if lane is None:

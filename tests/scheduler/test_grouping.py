@@ -7,7 +7,7 @@ import pytest
 from rolloutd.scheduler.events import JoinEngine, LoseEngine
 from rolloutd.scheduler.grouping import LONGEST_WAIT_SECONDS
 from rolloutd.scheduler.states import RolloutClass
-from tests.scheduler.kit import BACKGROUND, REUSABLE, Bench, config, engine, engines, spec
+from tests.scheduler.kit import BACKGROUND, REUSABLE, Bench, config, engine, engines, prompt, spec
 
 LONG_PROMPT = 100  # long enough for siblings to wait for a leader
 SHORT_OUTPUT = 64  # a median of 8 tokens is expected of it, before any is known
@@ -106,3 +106,21 @@ def test_it_goes_elsewhere_where_too_many_wait(waiting: int, goes: bool) -> None
     bench.run(spec("g", LONG_PROMPT, samples=1 + waiting, max_new_tokens=SHORT_OUTPUT))
     bench.pass_time(1.0)
     assert (len(bench.live) == 2) is goes
+
+
+def test_siblings_wait_no_longer_together_than_one_may() -> None:
+    bench = Bench(engine("home", 1))
+    bench.run(spec("first", token_bytes=prompt("g", LONG_PROMPT), max_new_tokens=SHORT_OUTPUT))
+    bench.finish("first")
+    bench.run(spec("taker", max_new_tokens=SHORT_OUTPUT))
+    for one in engines(3, 1):
+        bench.do(JoinEngine(one))
+    speeds(bench, 100.0, 0.001)
+    bench.submit(spec("g", token_bytes=prompt("g", LONG_PROMPT), samples=3, max_new_tokens=SHORT_OUTPUT))
+    assert not bench.pass_time(LONGEST_WAIT_SECONDS - 2.0)
+    sent = []
+    for _ in range(6):
+        for one in bench.tick(1.0):
+            sent.append(one.engine_id)
+            bench.write(one.rollout_id, 1)
+    assert len(sent) == 3 and "home" not in sent

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rolloutd.scheduler.events import DrainEngine
+from rolloutd.scheduler.events import DrainEngine, JoinEngine
 from rolloutd.scheduler.spec import Quota
-from tests.scheduler.kit import CRITICAL, Bench, config, engines, prompt, spec
+from tests.scheduler.kit import CRITICAL, Bench, config, engine, engines, prompt, spec
 
 CONTEXT = 256  # tokens of the first turn
 PATIENCE_SECONDS = 20.0
@@ -63,3 +63,30 @@ def test_a_first_turn_does_not_wait() -> None:
     bench.submit(spec("t0", token_bytes=prompt("s0", CONTEXT) + prompt("else", 64), session_id="t", turn=0))
     sent = bench.tick()
     assert [(one.rollout_id, one.engine_id != home) for one in sent] == [("t0", True)]
+
+
+def test_turns_that_wait_do_not_hold_up_one_whose_context_is_nowhere() -> None:
+    count = 40
+    bench = Bench(engine("home", count), settings=config(policy={"cold_start_batch_size": 64}))
+    bench.run(*[spec(f"s{n}-0", CONTEXT, session_id=f"s{n}", turn=0) for n in range(count)])
+    for n in range(count):
+        bench.finish(f"s{n}-0")
+    bench.run(*[spec(f"taker{n}") for n in range(count)])
+    bench.do(JoinEngine(engine("other", 8)))
+    for n in range(count):
+        context = prompt(f"s{n}-0", CONTEXT) + prompt(f"answer{n}", 64)
+        bench.submit(spec(f"s{n}-1", token_bytes=context, session_id=f"s{n}", turn=1))
+    bench.submit(spec("lone-1", 512, session_id="lone", turn=1))
+    assert [one.rollout_id for one in bench.pass_time(2.0, 0.25)] == ["lone-1"]
+    bench.finish("taker0")
+    (sent,) = bench.tick()
+    assert sent.engine_id == "home" and sent.rollout_id != "lone-1"
+
+
+def test_an_engine_that_can_never_take_the_turn_is_not_waited_for() -> None:
+    bench = Bench(engine("home", 1, kv_capacity_tokens=400))
+    bench.run(spec("s0", CONTEXT, session_id="s", turn=0))
+    bench.finish("s0")
+    bench.do(JoinEngine(engine("other", 1)))
+    bench.submit(spec("s1", token_bytes=prompt("s0", CONTEXT) + prompt("answer", 200), session_id="s", turn=1))
+    assert [one.rollout_id for one in bench.pass_time(3.0)] == ["s1"]
