@@ -28,7 +28,7 @@ _SWEEP_SECONDS = 1.0
 
 
 class Unreached(Exception):
-    """No connection came about."""
+    """No connection came about, or it was closed before anything was sent."""
 
 
 class ConnectionCut(Exception):
@@ -111,8 +111,8 @@ class HttpClient:
         """Status and body of one answer. Raises Unreached or ConnectionCut; a cancelled call hangs up."""
         connection = self.free() or await self.connect()
         whole = _Whole()
-        connection.send(head, body, whole)
         try:
+            connection.send(head, body, whole)
             await whole.done
         finally:
             if not whole.done.done() or whole.done.cancelled():
@@ -181,13 +181,18 @@ class Connection(asyncio.Protocol):
         return self._transport is None or self._transport.is_closing()
 
     def send(self, head: bytes, body: bytes, receiver: Receiver) -> None:
-        """Begin a request: `head` from `HttpClient.head`. Only on a connection that the client gave out."""
-        assert self._transport is not None
+        """Begin a request: `head` from `HttpClient.head`. Only on a connection that the client gave out.
+
+        Raises Unreached when that was closed meanwhile. The receiver hears nothing of what is raised here.
+        """
+        transport = self._transport
+        if transport is None or transport.is_closing():  # `connection_lost` has no receiver to tell, or had none
+            raise Unreached("connection closed by the other side before anything was sent")
         self.idle_since = 0.0
-        self._receiver = receiver
         self._content_type = b""
         self._has_end = self._in_body = False
-        self._transport.writelines((b"%bContent-Length: %d\r\n\r\n" % (head, len(body)), body))
+        transport.writelines((b"%bContent-Length: %d\r\n\r\n" % (head, len(body)), body))
+        self._receiver = receiver
 
     def hang_up(self) -> None:
         """Close the socket now, and report nothing more."""
@@ -225,6 +230,7 @@ class Connection(asyncio.Protocol):
             self._receiver.on_rest()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
         self._client._lost(self)
         if exc is None and self._in_body and not self._has_end:
             self._finish(None)

@@ -134,7 +134,8 @@ class SGLangEngine(SGLangControl):
             raise self._fault(
                 FaultKind.REFUSED,
                 f"the vocabulary size is unknown: no config.json of model {model_path} is readable on this host and "
-                "the server does not state it; set vocabulary_size for this engine (the model's vocab_size)",
+                "the server does not state it; set vocabulary_size for this engine (--vocabulary-size) to the model's "
+                "vocab_size",
             )
         return configured or known or 0
 
@@ -297,7 +298,10 @@ class SGLangEngine(SGLangControl):
             self._start(attempt, opening.result(), body)
 
     def _start(self, attempt: Attempt, connection: Connection, body: bytes) -> None:
-        attempt.start(connection, self._generate_head, body)
+        try:
+            attempt.start(connection, self._generate_head, body)
+        except Exception as error:  # its end like any other, told later: `begin` may have called us
+            asyncio.get_running_loop().call_soon(attempt.fail, error)
         self._look_by(self._patience_seconds)
 
     def _over(self, attempt: Attempt, trouble: Exception | None) -> None:

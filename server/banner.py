@@ -35,7 +35,7 @@ async def announce(server: Server) -> None:
     for engine in engines:
         settings, info = engine.settings, engine.info
         if info is None:
-            _say(f"  engine   {settings.url} ({settings.pool}) does not answer yet: {engine.last_error or 'waiting'}")
+            _say(f"  engine   {settings.url} ({settings.pool}) is not in use yet: {engine.last_error or 'waiting'}")
             continue
         _say(
             f"  engine   {settings.url} ({settings.pool}) {info.model}: {info.max_running_rollouts} slots, "

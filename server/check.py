@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any, TextIO
 
-from rolloutd.engines.base import EngineFault, EngineInfo
+from rolloutd.engines.base import EngineFault, EngineInfo, FaultKind
 from rolloutd.engines.sglang import SGLangEngine
 from rolloutd.server.access import read_api_keys
 from rolloutd.server.config import ServerConfig
@@ -16,10 +16,18 @@ from rolloutd.server.process import sglang_door
 from rolloutd.server.tls import check_tls
 
 _REGISTER_SECONDS = 30.0
+# What a fault of `register` says of the engine; its message says the rest.
+_VERDICTS = {
+    FaultKind.REFUSED: "answers, but cannot be used",
+    FaultKind.BUSY: "answers, but cannot be used yet",
+    FaultKind.BROKEN: "no usable answer",
+    FaultKind.SILENT: "does not answer",
+    FaultKind.UNREACHED: "does not answer",
+}
 
 
 def check(config: ServerConfig, out: TextIO) -> int:
-    """Print everything; 0 when every configured engine answers, else 1."""
+    """Print everything; 0 when every configured engine can be used, else 1."""
     rows = [(key, _text(value), config.origins[key]) for key, value in sorted(config.values.items())]
     key_width = max(len(key) for key, _, _ in rows)
     value_width = min(60, max(len(value) for _, value, _ in rows))
@@ -50,7 +58,7 @@ async def _engines(config: ServerConfig, out: TextIO) -> bool:
     for settings, answer in zip(config.engines, answers, strict=True):
         print(f"\n{settings.url} (pool {settings.pool})", file=out)
         if isinstance(answer, str):
-            print(f"  does not answer: {answer}", file=out)
+            print(f"  {answer}", file=out)
             continue
         for name, value in (
             ("model", answer.model),
@@ -70,13 +78,14 @@ async def _engines(config: ServerConfig, out: TextIO) -> bool:
 
 
 async def _ask(door: SGLangEngine) -> EngineInfo | str:
+    """What the engine says of itself, or why it is of no use."""
     try:
         async with asyncio.timeout(_REGISTER_SECONDS):
             return await door.register()
     except EngineFault as fault:
-        return fault.message
+        return f"{_VERDICTS[fault.kind]}: {fault.message}"
     except TimeoutError:
-        return f"nothing within {_REGISTER_SECONDS:g} s"
+        return f"does not answer: nothing within {_REGISTER_SECONDS:g} s"
     finally:
         await door.close()
 

@@ -19,9 +19,12 @@ async def test_stream_frames_carry_deltas_aligned_logprobs_and_counters(sim: Cli
     tokens, logprobs, last = joined(frames)
     expected = expected_output(PROMPT, 100, sampling_seed=7, ignore_eos=True)
     assert (tokens, logprobs) == (expected.tokens, expected.logprobs)
-    # The first token goes at once; a process that was held up meanwhile sends it with those that came since.
-    assert frames[0]["meta_info"]["finish_reason"] is None and 1 <= len(frames[0]["output_ids"]) < 100
-    assert "weight_versions" not in frames[0]["meta_info"]
+    # At most the first token, each 32 after it, and the rest: a process that was held up sends what came meanwhile in one,
+    # which may be all.
+    deltas, ends = frames[:-2], frames[-2:]
+    assert len(deltas) <= 4 and ends[1] == "[DONE]" and all(frame["output_ids"] for frame in frames[:-1])
+    assert all(frame["meta_info"]["finish_reason"] is None for frame in deltas)
+    assert not any("weight_versions" in frame["meta_info"] for frame in deltas)
     assert last["finish_reason"] == {"type": "length", "length": 100}
     assert (last["prompt_tokens"], last["completion_tokens"], last["cached_tokens"]) == (240, 100, 0)
     assert last["weight_version"] == "default"

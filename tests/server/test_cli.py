@@ -121,7 +121,14 @@ def test_a_bad_configuration_is_exit_code_1_and_a_sentence(capsys: pytest.Captur
 
 def test_check_fails_when_an_engine_does_not_answer(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--engine", f"http://127.0.0.1:{_free_port()}"]) == 1
-    assert "does not answer" in capsys.readouterr().out
+    assert "no usable answer: " in capsys.readouterr().out
+
+
+async def test_check_says_what_an_engine_lacks_that_answers() -> None:
+    async with simulated_engine() as url, command("check", "--engine", url) as check:
+        assert await check.ends() == 1
+        assert "  answers, but cannot be used: " in check.text and "does not answer" not in check.text
+        assert "the vocabulary size is unknown" in check.text and "--vocabulary-size" in check.text
 
 
 async def test_stream_89_sigterm_drains_a_whole_process_and_exits_0() -> None:
