@@ -98,16 +98,6 @@ class PrefixIndex(PrefixForest):
         self._unseat(holder)
         return self._seat(engine, holder.page_tokens, holder.max_tokens).bit
 
-    def bit(self, engine: str) -> int | None:
-        """Bit number of an engine at present, None if unknown."""
-        holder = self._engines.get(engine)
-        return None if holder is None else holder.bit
-
-    def flag(self, engine: str) -> int:
-        """The engine's bit as a mask, as in `segments`; 0 if unknown."""
-        holder = self._engines.get(engine)
-        return 0 if holder is None else holder.flag
-
     # ---- look-up
 
     def segments(self, namespace: Namespace, tokens: bytes, touch: bool = True) -> list[tuple[int, int]]:

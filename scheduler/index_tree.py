@@ -53,6 +53,16 @@ class PrefixForest:
 
     # ---- engines
 
+    def bit(self, engine: str) -> int | None:
+        """Bit number of an engine at present, None if unknown."""
+        holder = self._engines.get(engine)
+        return None if holder is None else holder.bit
+
+    def flag(self, engine: str) -> int:
+        """The engine's bit as a mask, as in `segments`; 0 if unknown."""
+        holder = self._engines.get(engine)
+        return 0 if holder is None else holder.flag
+
     def _seat(self, name: str, page_tokens: int, max_tokens: int) -> Engine:
         if self._free_bits:
             bit = heappop(self._free_bits)
