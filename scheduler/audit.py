@@ -12,7 +12,7 @@ from rolloutd.scheduler.actions import Finished
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.lanes import SHUT_OUT
 from rolloutd.scheduler.ledger import NO_QUOTA
-from rolloutd.scheduler.mix_hold import MOST_RESULTS
+from rolloutd.scheduler.mix_hold import MOST_RESULTS, Queued, place_of
 from rolloutd.scheduler.rules.knobs import Knobs
 from rolloutd.scheduler.rules.rule import WEIGHT_NAMES
 from rolloutd.scheduler.run import Run
@@ -230,15 +230,18 @@ def _check_held(run: Run) -> tuple[int, int]:
         )
         return 0, 0
     name = run.run_id
-    coming: dict[tuple[str, RolloutClass], int] = {}
+    queued: dict[Queued, int] = {}
     running: dict[tuple[str, RolloutClass], int] = {}
     for rollout in run.rollouts.values():
+        if not hold.counts(rollout) or rollout.state is RolloutState.FINISHED:
+            continue
         lane = (rollout.spec.stratum, rollout.rollout_class)
-        if hold.counts(rollout) and rollout.state is not RolloutState.FINISHED:
-            coming[lane] = coming.get(lane, 0) + 1
-            if rollout.attempt is not None:
-                running[lane] = running.get(lane, 0) + 1
-    _same(f"{name} coming and running for its mix", hold.coming(), (coming, running))
+        if rollout.attempt is not None:
+            running[lane] = running.get(lane, 0) + 1
+        else:
+            waits = (*lane, place_of(rollout.spec))
+            queued[waits] = queued.get(waits, 0) + 1
+    _same(f"{name} queued and running for its mix", hold.coming(), (queued, running))
     size = 0
     for rollout in hold.held:
         result = rollout.result

@@ -4,9 +4,11 @@ Invariants
 - Every result that is kept back goes into the outbox once: when its turn comes, when its time is over, or at once when keeping it
   would help nobody: the run has ended or the server shuts down, it was cancelled, somebody waits for it.
 - Nothing is kept back that somebody waits for: turns of sessions and nodes of a tree (the next one is made from them), what has a
-  deadline, single calls, what a waiting trainer needs for its step, and whatever did not complete.
+  deadline, single calls, what a waiting trainer needs for its step, what belongs to no step where it needs samples, and whatever
+  did not complete.
 - A result that became too old meanwhile is withheld or marked as it goes, like one that is delivered once more.
-- A group's end goes behind the last of its results.
+- A group's end goes behind the last of its results, to the consumer of the member that ended last; where that one is gone (a
+  single call), to the consumer of the result that went last.
 
 What this module does not know: why a rollout ended, and streams.
 """
@@ -52,12 +54,12 @@ def configure(world: World, run: Run, settings: RunSettings) -> None:
 
 
 def hand_over(world: World, run: Run, rollout: Rollout) -> None:
-    """A rollout has ended: its result goes to its consumer now, or later."""
+    """A rollout has ended: its result goes to its consumer now, or later. The caller settles when all is noted of it."""
     hold = run.mix_hold
     result = rollout.result
     if result is None:
         raise AssertionError(f"{rollout.rollout_id} has no result; story: {rollout.tell()}")
-    if hold is not None and _may_wait(world, run, hold, rollout, result) and hold.is_ahead(rollout, _stuck(world, run)):
+    if hold is not None and _must_wait(world, run, hold, rollout, result):
         hold.keep(rollout, world.now, result.size_bytes)
         run.undelivered_bytes += result.size_bytes
         run.undelivered_results += 1
@@ -66,7 +68,6 @@ def hand_over(world: World, run: Run, rollout: Rollout) -> None:
         rollout.note(world.now, f"kept back: stratum {rollout.spec.stratum!r} is ahead of the target mix")
     else:
         _deliver(world, run, rollout, result)
-    settle(world, run)
 
 
 def group_ended(world: World, run: Run, group: Group, consumer_id: str) -> None:
@@ -84,8 +85,9 @@ def settle(world: World, run: Run) -> None:
         let_all_go(world, run)
         return
     if run.report.trainer_state is TrainerState.WAITING:
-        for rollout in [one for one in hold.held if _step_waits(run, one)]:
+        for rollout in [one for one in hold.held if _trainer_waits(run, one)]:
             let_go(world, run, rollout)
+    _look_at_places(world, run, hold)
     stuck = _stuck(world, run)
     while True:
         rollout_or_none = hold.next(stuck)
@@ -118,6 +120,8 @@ def let_go(world: World, run: Run, rollout: Rollout) -> bool:
             group.note_stale(rollout.rollout_id)
     _deliver(world, run, rollout, result)
     if group is not None and group.notified:
+        if group.consumer_id not in run.consumers:
+            group.consumer_id = rollout.consumer_id
         _tell_group(world, run, group)
     return True
 
@@ -178,6 +182,13 @@ def _tell_group(world: World, run: Run, group: Group) -> None:
     keep_event(world, run, group.consumer_id, event)
 
 
+def _must_wait(world: World, run: Run, hold: MixHold, rollout: Rollout, result: RolloutResult) -> bool:
+    if not _may_wait(world, run, hold, rollout, result):
+        return False
+    _look_at_places(world, run, hold)
+    return hold.is_ahead(rollout, _stuck(world, run))
+
+
 def _may_wait(world: World, run: Run, hold: MixHold, rollout: Rollout, result: RolloutResult) -> bool:
     spec = rollout.spec
     return (
@@ -189,13 +200,21 @@ def _may_wait(world: World, run: Run, hold: MixHold, rollout: Rollout, result: R
         and not spec.parent_rollout_id
         and rollout.deadline_at is None
         and not rollout.consumer_id.startswith(UNARY)
-        and not (run.report.trainer_state is TrainerState.WAITING and _step_waits(run, rollout))
+        and not (run.report.trainer_state is TrainerState.WAITING and _trainer_waits(run, rollout))
     )
 
 
-def _step_waits(run: Run, rollout: Rollout) -> bool:
-    """Whether the step that the trainer is at needs this."""
-    return rollout.needed_by_step is not None and rollout.needed_by_step <= run.step
+def _trainer_waits(run: Run, rollout: Rollout) -> bool:
+    """Whether a trainer that waits could go on with this: its step needs it, or it needs samples and this is for no step."""
+    step = rollout.needed_by_step
+    return run.report.samples_needed > 0 if step is None else step <= run.step
+
+
+def _look_at_places(world: World, run: Run, hold: MixHold) -> None:
+    """Tell it what is queued where no engine could run it."""
+    if hold.places_mark != world.fleet_mark:
+        hold.note_places({one: bool(world.pool_engines(run, one[0], dict(one[1]))) for one in hold.places()})
+        hold.places_mark = world.fleet_mark
 
 
 def _stuck(world: World, run: Run) -> bool:

@@ -331,6 +331,8 @@ def _accept(world: World, run: Run, consumer: Consumer, spec: RolloutSpec, ids: 
     if parent is not None and _is_cancelled(parent):
         for rollout in accepted:  # the subtree was cancelled before this leaf arrived
             lifecycle.cancel(world, rollout)
+    if parent is not None and delivering.let_go(world, run, parent):  # the root of a tree now
+        delivering.settle(world, run)
     if group is not None and group.has_enough:
         lifecycle.end_surplus(world, run, group)
 

@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from rolloutd.scheduler import delivering, grouping, letting_in, queueing, turns, versions
+from rolloutd.scheduler import delivering, grouping, letting_in, mix, queueing, turns, versions
 from rolloutd.scheduler.actions import Abort
 from rolloutd.scheduler.group import Group
 from rolloutd.scheduler.over_launch import Fate
@@ -189,7 +189,8 @@ def cancel_subtree(world: World, run: Run, root: str) -> int:
 def end_one(world: World, rollout: Rollout, outcome: Outcome, why: str) -> bool:
     """End a rollout, without what is below it, for one of `ABORTS_FOR`; False where it has ended already."""
     if rollout.state is RolloutState.FINISHED:
-        delivering.let_go(world, rollout.run, rollout)
+        if outcome is not Outcome.SURPLUS:  # its caller's word: what it made is not waited for any more
+            delivering.let_go(world, rollout.run, rollout)
         return False
     if rollout.attempt is None:
         finish(world, rollout, outcome)
@@ -235,8 +236,8 @@ def change_class(world: World, rollout: Rollout, rollout_class: RolloutClass, wh
 def note_move(rollout: Rollout, state: RolloutState, made: bool = False) -> None:
     """Call before it leaves an engine or ends; made: with a result to train on. What counts for the target mix follows."""
     run = rollout.run
-    if run.mix.order is not None and not made and rollout.state is not RolloutState.QUEUED:
-        run.mix.give_back(rollout)
+    if not made:
+        mix.give_back(rollout)
     if run.mix_hold is not None:
         run.mix_hold.note_state(rollout, rollout.state, state)
 
@@ -353,15 +354,15 @@ def _keep(world: World, run: Run, rollout: Rollout, result: RolloutResult) -> No
     """Hand the result, and the group's end, over to the consumer."""
     delivering.hand_over(world, run, rollout)
     group = rollout.group
-    if group is None:
-        return
-    if group.keep and not group.notified:
-        group.fates.append(_fate(run, rollout, result))
-    if group.note_finished(rollout.rollout_id, result.outcome):
-        delivering.group_ended(world, run, group, rollout.consumer_id)
-        if 0 < group.keep < len(group.members):
-            run.over_launch.note_group(group.fates)
-        group.fates.clear()
+    if group is not None:
+        if group.keep and not group.notified:
+            group.fates.append(_fate(run, rollout, result))
+        if group.note_finished(rollout.rollout_id, result.outcome):
+            delivering.group_ended(world, run, group, rollout.consumer_id)
+            if 0 < group.keep < len(group.members):
+                run.over_launch.note_group(group.fates)
+            group.fates.clear()
+    delivering.settle(world, run)
 
 
 def _fate(run: Run, rollout: Rollout, result: RolloutResult) -> Fate:

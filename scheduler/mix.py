@@ -2,7 +2,8 @@
 
 Invariants
 - A target that is stated has an `order`: a turn is taken with each dispatch of a sample to train on, and given back when the
-  attempt ends without having made one. So it follows what was made and what is being made.
+  attempt ends without having made one. So it follows what was made and what is being made. What took no turn, or took it in the
+  order of an earlier target, gives none back here.
 - Windows are bounded (256 rollouts, as the mixture is judged over windows of that size); strata beyond the configured number
   share one name, so counters are bounded too.
 
@@ -126,13 +127,10 @@ class Mix:
 
     def note_begun(self, rollout: Rollout) -> None:
         """It went to an engine: its stratum had a turn, if it is a sample to train on."""
-        if self.order is not None and rollout.spec.stratum in self.order.strides and bound(rollout):
-            self.order.take(rollout.spec.stratum)
-
-    def give_back(self, rollout: Rollout) -> None:
-        """It left its engine without a result to train on."""
-        if self.order is not None and rollout.spec.stratum in self.order.strides and bound(rollout):
-            self.order.give_back(rollout.spec.stratum)
+        order = self.order
+        if order is not None and rollout.spec.stratum in order.strides and bound(rollout):
+            order.take(rollout.spec.stratum)
+            rollout.turn = order
 
     def note_output(self, fingerprint: int) -> None:
         self._outputs.add(fingerprint)
@@ -152,3 +150,11 @@ class Mix:
         """Share of known strata that the consumed window contains."""
         names = set(self.target or self._strata)
         return len(names & set(self.consumed.counts)) / len(names) if names else 1.0
+
+
+def give_back(rollout: Rollout) -> None:
+    """It left its engine without a result to train on: its turn, if it took one, goes back to the order that gave it."""
+    order = rollout.turn
+    if order is not None:
+        order.give_back(rollout.spec.stratum)
+        rollout.turn = None

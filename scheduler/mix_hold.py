@@ -6,7 +6,7 @@ ahead waits here while something of a stratum that is behind is still coming.
 Invariants
 - A result goes when the next turn of its stratum comes before that of every stratum of which something is coming (`ShareClock`):
   what is delivered is less than one rollout of each stratum off the mix, unless a bound lets something go.
-- Only work of its own class or a more urgent one is waited for.
+- Only work of its own class or a more urgent one is waited for, and what is queued only where an engine could run it.
 - Results of one stratum and class go in the order in which they came.
 - `most_results` and `most_bytes` bound what is held, `seconds` how long.
 
@@ -16,8 +16,8 @@ What this module does not know: consumers, and when nothing may be kept back at 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from collections.abc import Hashable, Mapping
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from rolloutd.scheduler.share_clock import ShareClock
 from rolloutd.scheduler.staleness import bound
@@ -25,6 +25,7 @@ from rolloutd.scheduler.states import RolloutClass, RolloutState
 
 if TYPE_CHECKING:
     from rolloutd.scheduler.rollout import Rollout
+    from rolloutd.scheduler.spec import RolloutSpec
     from rolloutd.scheduler.timers import Timer
 
 MEMORY_TURNS: Final = 32.0  # made good after a stratum was late: an eighth of the window over which a mixture is judged
@@ -32,10 +33,25 @@ MOST_RESULTS: Final = 512  # held at once: two such windows
 IN_FLIGHT: Final = frozenset({RolloutState.DISPATCHED, RolloutState.RUNNING, RolloutState.ABORTING})
 
 Lane = tuple[str, RolloutClass]
+Place = tuple[str, tuple[tuple[str, str], ...]]  # pool and labels: where something may run
+Queued = tuple[str, RolloutClass, Place]
+Key = TypeVar("Key", bound=Hashable)
 
 
 class MixHold:
-    __slots__ = ("_clock", "_coming", "_lanes", "_running", "held", "seconds", "size_bytes", "target", "timer")
+    __slots__ = (
+        "_clock",
+        "_lanes",
+        "_queued",
+        "_running",
+        "_served",
+        "held",
+        "places_mark",
+        "seconds",
+        "size_bytes",
+        "target",
+        "timer",
+    )
 
     def __init__(self, target: Mapping[str, float], seconds: float) -> None:
         """target: stratum -> share. seconds: the longest that a result is held."""
@@ -46,8 +62,10 @@ class MixHold:
         self.timer: Timer | None = None  # when the oldest must go
         self._clock = ShareClock(target, MEMORY_TURNS)
         self._lanes: dict[Lane, dict[Rollout, None]] = {}  # of what is held
-        self._coming: dict[Lane, int] = {}  # rollouts that have not ended; never 0
-        self._running: dict[Lane, int] = {}  # of these, on engines
+        self._running: dict[Lane, int] = {}  # rollouts on engines; never 0
+        self._queued: dict[Queued, int] = {}  # rollouts that wait; never 0
+        self._served: dict[Place, bool] = {}  # whether an engine could run what is queued for it, as of `places_mark`
+        self.places_mark = -1  # -1: something is queued for another place since
 
     # what is coming ----------------------------------------------------------------------------------------------------
 
@@ -59,29 +77,38 @@ class MixHold:
         """It was accepted (`before` None), moved, or ended."""
         if not self.counts(rollout):
             return
-        lane = (rollout.spec.stratum, rollout.rollout_class)
-        if before is None:
-            _add(self._coming, lane, 1)
-        elif after is RolloutState.FINISHED:
-            _add(self._coming, lane, -1)
-        ran, runs = before in IN_FLIGHT, after in IN_FLIGHT
-        if ran != runs:
-            _add(self._running, lane, 1 if runs else -1)
+        if before is not None:
+            self._count(rollout, rollout.rollout_class, before, -1)
+        self._count(rollout, rollout.rollout_class, after, 1)
 
     def note_class(self, rollout: Rollout, before: RolloutClass) -> None:
         """One that has not ended is of another class now."""
         if not self.counts(rollout):
             return
-        stratum = rollout.spec.stratum
-        _add(self._coming, (stratum, before), -1)
-        _add(self._coming, (stratum, rollout.rollout_class), 1)
-        if rollout.state in IN_FLIGHT:
-            _add(self._running, (stratum, before), -1)
-            _add(self._running, (stratum, rollout.rollout_class), 1)
+        self._count(rollout, before, rollout.state, -1)
+        self._count(rollout, rollout.rollout_class, rollout.state, 1)
 
-    def coming(self) -> tuple[dict[Lane, int], dict[Lane, int]]:
-        """(not ended, running) by stratum and class; for checks."""
-        return self._coming, self._running
+    def coming(self) -> tuple[dict[Queued, int], dict[Lane, int]]:
+        """(queued by stratum, class and place; running by stratum and class); for checks."""
+        return self._queued, self._running
+
+    def places(self) -> list[Place]:
+        """Where something is queued for, each once."""
+        return list({place: None for _, _, place in self._queued})
+
+    def note_places(self, served: dict[Place, bool]) -> None:
+        """Whether an engine could run what is queued for each of `places`."""
+        self._served = served
+
+    def _count(self, rollout: Rollout, rollout_class: RolloutClass, state: RolloutState, change: int) -> None:
+        spec = rollout.spec
+        if state in IN_FLIGHT:
+            _add(self._running, (spec.stratum, rollout_class), change)
+        elif state is RolloutState.QUEUED:
+            place = place_of(spec)
+            _add(self._queued, (spec.stratum, rollout_class, place), change)
+            if place not in self._served:
+                self.places_mark = -1
 
     # what is held ------------------------------------------------------------------------------------------------------
 
@@ -130,18 +157,24 @@ class MixHold:
     def _bars(self, only_running: bool) -> list[float]:
         """By class: where the next turn of the strata ends of which something of it, or of a more urgent class, is coming."""
         bars = [math.inf] * len(RolloutClass)
-        for (stratum, rollout_class), _ in (self._running if only_running else self._coming).items():
-            finish = self._clock.finish(stratum)
-            if finish < bars[rollout_class]:
-                bars[rollout_class] = finish
+        for stratum, rollout_class in self._running:
+            bars[rollout_class] = min(bars[rollout_class], self._clock.finish(stratum))
+        if not only_running:
+            for stratum, rollout_class, place in self._queued:
+                if self._served.get(place, True):
+                    bars[rollout_class] = min(bars[rollout_class], self._clock.finish(stratum))
         for one in range(1, len(bars)):
             bars[one] = min(bars[one], bars[one - 1])
         return bars
 
 
-def _add(counts: dict[Lane, int], lane: Lane, change: int) -> None:
-    count = counts.get(lane, 0) + change
+def place_of(spec: RolloutSpec) -> Place:
+    return spec.pool, tuple(sorted(spec.engine_labels.items())) if spec.engine_labels else ()
+
+
+def _add(counts: dict[Key, int], key: Key, change: int) -> None:
+    count = counts.get(key, 0) + change
     if count:
-        counts[lane] = count
+        counts[key] = count
     else:
-        del counts[lane]
+        del counts[key]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rolloutd.scheduler.permit import Permit
     from rolloutd.scheduler.promises import Promise
     from rolloutd.scheduler.run import Run
+    from rolloutd.scheduler.share_clock import ShareClock
     from rolloutd.scheduler.timers import Timer
 
 NOBODY: frozenset[str] = frozenset()
@@ -166,6 +167,7 @@ class Rollout:
         "task_type",
         "timer",
         "ttl_at",
+        "turn",
         "yielded",
     )
 
@@ -219,6 +221,7 @@ class Rollout:
         self.pieces_by: list[tuple[str, int]] = []  # (engine id, attempt number) of each piece
         self.history: list[AttemptRecord] = []  # the last `HISTORY_ATTEMPTS`
         self.requirement = ANYTHING  # versions that it accepts
+        self.turn: ShareClock | None = None  # the order of a target mix in which its stratum had a turn for its attempt
         self.in_window = True  # not consumed yet, as far as a bound on samples counts it
         self.result: RolloutResult | None = None
         self.timer: Timer | None = None

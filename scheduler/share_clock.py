@@ -7,7 +7,8 @@ its share.
 Invariants
 - What a name missed while it had nothing to do is made good for `memory` turns of all together, and then forgotten: a name that
   comes back after an hour does not shut out the others.
-- Names without a share take no turns here.
+- Names without a share take no turns here, nor do those with less than `LEAST_SHARE`: where numbers hold one of their turns, they do
+  not hold the turns of the others beside it.
 
 What this module does not know: what a turn is.
 """
@@ -15,6 +16,9 @@ What this module does not know: what a turn is.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Final
+
+LEAST_SHARE: Final = 1e-6  # of all: one turn in a million, more than a run makes rollouts
 
 
 class ShareClock:
@@ -23,7 +27,9 @@ class ShareClock:
     def __init__(self, shares: Mapping[str, float], memory: float) -> None:
         """shares: relative, 0 or more. memory: turns of all together."""
         total = sum(shares.values())
-        self.strides = {name: total / share for name, share in shares.items() if share > 0.0}
+        self.strides = {
+            name: total / share for name, share in shares.items() if share > 0.0 and share / total >= LEAST_SHARE
+        }
         self._memory = memory
         self._next = dict.fromkeys(self.strides, 0.0)
         self._now = 0.0  # the latest start of all turns taken

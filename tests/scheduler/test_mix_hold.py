@@ -15,8 +15,11 @@ from rolloutd.scheduler.events import (
     BeginShutdown,
     CloseConsumer,
     DetachConsumer,
+    DrainEngine,
     EndRun,
+    JoinEngine,
     PauseRun,
+    RemoveEngine,
     UpdateRollouts,
 )
 from rolloutd.scheduler.mix_hold import MixHold
@@ -146,6 +149,34 @@ def test_a_bound_on_samples_that_keeps_the_others_queued_lets_go() -> None:
     assert delivered(bench) == ["a0", "a1"]
 
 
+def test_what_is_queued_where_no_engine_could_run_it_is_not_waited_for() -> None:
+    bench = mixed()
+    started(bench, "a0", "a1", "a2")
+    bench.submit(spec("b0", stratum="b", pool="nowhere"), spec("b1", stratum="b", engine_labels={"zone": "x"}))
+    bench.finish("a0")
+    bench.finish("a1")
+    assert delivered(bench) == ["a0", "a1"]
+    bench.do(JoinEngine(engine("e1", labels={"zone": "x"})))
+    bench.finish("a2")
+    assert held(bench) == ["a2"]
+    bench.cancel("b1")
+    assert delivered(bench) == ["a0", "a1", "b1", "a2"]
+
+
+def test_an_engine_that_leaves_lets_go_what_waited_for_work_of_its_own() -> None:
+    bench = mixed()
+    bench.do(JoinEngine(engine("e1", pool="other")))
+    bench.do(DrainEngine("e1"))
+    started(bench, "a0", "a1")
+    bench.submit(spec("b0", stratum="b", pool="other"))
+    bench.finish("a0")
+    bench.finish("a1")
+    assert held(bench) == ["a1"]
+    bench.do(RemoveEngine("e1"))
+    bench.pass_time(2.0)
+    assert delivered(bench) == ["a0", "a1"]
+
+
 # who is never kept back
 
 
@@ -169,6 +200,25 @@ def test_what_a_waiting_trainer_needs_for_its_step_goes_at_once() -> None:
     bench.step(1, TrainerState.WAITING)
     bench.finish("a2")
     assert delivered(bench) == ["a0", "a1", "a2"]
+
+
+def test_a_waiting_trainer_that_needs_samples_gets_what_belongs_to_no_step() -> None:
+    bench = ahead()
+    bench.step(0, TrainerState.WAITING)
+    assert held(bench) == ["a1", "a2"], "it said that it needs none"
+    started(bench, "a3")
+    bench.run(spec("a4", stratum="a", needed_by_step=1))
+    bench.step(0, TrainerState.WAITING, samples_needed=3)
+    assert delivered(bench) == ["a0", "a1", "a2"]
+    bench.finish("a3")
+    bench.finish("a4")
+    assert delivered(bench) == ["a0", "a1", "a2", "a3"] and held(bench) == ["a4"]
+
+
+def test_the_root_of_a_tree_goes_when_its_first_child_comes() -> None:
+    bench = ahead()
+    bench.submit(spec("child", stratum="a", parent_rollout_id="a2"))
+    assert delivered(bench) == ["a0", "a2"] and held(bench) == ["a1"]
 
 
 # bounds
@@ -384,6 +434,24 @@ def test_what_was_missed_long_ago_is_forgotten() -> None:
     assert 2 < turns.count("b") < 12 and set(turns[-4:]) == {"a", "b"}, turns
 
 
+@pytest.mark.parametrize("share", [1e-12, 1e-18, 5e-324])
+def test_a_share_too_small_for_any_turn_is_none(share: float) -> None:
+    assert set(ShareClock({"a": 0.25, "b": 0.75, "c": share}, 32.0).strides) == {"a", "b"}
+    assert set(ShareClock({"a": share, "b": share}, 32.0).strides) == {"a", "b"}, "shares are relative"
+
+
+def test_turns_of_a_very_small_share_leave_the_others_their_order() -> None:
+    clock = ShareClock({"a": 0.25, "b": 0.75, "c": 2e-6}, 32.0)
+    for _ in range(10):
+        clock.take("c")
+    taken: Counter[str] = Counter()
+    for _ in range(100):
+        name = min("abc", key=clock.finish)
+        clock.take(name)
+        taken[name] += 1
+    assert 22 <= taken["a"] <= 28 and not taken["c"], taken
+
+
 def test_a_turn_given_back_comes_again() -> None:
     clock = ShareClock(EVEN, 4.0)
     clock.take("a")
@@ -395,6 +463,9 @@ def test_a_turn_given_back_comes_again() -> None:
 def test_counts_of_a_hold_come_back_to_nothing() -> None:
     bench = ahead()
     hold = bench.its_run().mix_hold
-    assert isinstance(hold, MixHold) and hold.coming() == ({("b", CRITICAL): 1}, {("b", CRITICAL): 1})
+    assert isinstance(hold, MixHold) and hold.coming() == ({}, {("b", CRITICAL): 1})
+    bench.submit(spec("b1", stratum="b", pool="nowhere"))
+    assert hold.coming() == ({("b", CRITICAL, ("nowhere", ())): 1}, {("b", CRITICAL): 1})
+    bench.cancel("b1")
     bench.finish("b0")
     assert hold.coming() == ({}, {}) and not hold.size_bytes

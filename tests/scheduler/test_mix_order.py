@@ -89,3 +89,26 @@ def test_what_runs_counts_before_it_is_done() -> None:
     bench = waiting(slots=10)
     started = bench.tick()
     assert Counter(one.rollout_id[0] for one in started) == {"a": 6, "b": 3, "c": 1}
+
+
+@pytest.mark.parametrize("before", [{}, {"a": 0.5, "b": 0.5}])
+def test_a_new_target_gets_no_turns_back_that_it_never_gave(before: dict[str, float]) -> None:
+    bench = Bench(engine(slots=16))
+    bench.configure(target_mix=before)
+    first = [f"a{n}" for n in range(16)]
+    bench.run(*[spec(name, stratum="a") for name in first])
+    bench.configure(target_mix={"a": 0.25, "b": 0.75})
+    bench.cancel(*first)
+    bench.stop_aborted()
+    bench.submit(*[spec(f"{stratum}1{n}", stratum=stratum) for stratum in "ab" for n in range(20)])
+    assert Counter(one.rollout_id[0] for one in bench.tick()) == {"a": 4, "b": 12}
+
+
+def test_a_target_with_a_share_next_to_nothing_orders_the_others() -> None:
+    bench = Bench(engine(slots=16))
+    bench.configure(target_mix={"a": 0.25, "b": 0.75, "c": 1e-18})
+    bench.run(spec("c0", stratum="c"), spec("c1", stratum="c"))
+    bench.finish("c0")
+    bench.finish("c1")
+    bench.submit(*[spec(f"{stratum}{n}", stratum=stratum) for stratum in "abc" for n in range(2, 22)])
+    assert Counter(one.rollout_id[0] for one in bench.tick()) == {"a": 4, "b": 12}

@@ -265,8 +265,8 @@ class RunConfig(_message.Message):
     mix_hold_seconds: _builtins.float
     """Results of strata that are ahead of target_mix are kept back until the others catch up, this long at most, so that
     what is consumed keeps to the mix although longer outputs come back later. Not kept back: turns of sessions, nodes
-    of a tree, what has a deadline, what a waiting trainer needs for its step, what did not complete, and what nothing
-    still to come could put in order. Absent: unchanged, 0 in a new run. 0: every result goes at once. Refused above 0
+    of a tree, what has a deadline, what a waiting trainer needs for its step, what belongs to no step where it waits and
+    reports samples_needed, what did not complete, and what nothing still to come could put in order. Absent: unchanged, 0 in a new run. 0: every result goes at once. Refused above 0
     without a target_mix.
     """
     @_builtins.property
@@ -280,8 +280,9 @@ class RunConfig(_message.Message):
     @_builtins.property
     def target_mix(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Wanted share of each stratum. Among rollouts of one class the stratum that is furthest below its share of what was
-        made and is being made goes first. Shares are relative and need not sum to 1; each 0 or more, one above 0. Empty:
-        unchanged; a run that never set it wants all strata seen equally, as one term of the score among others.
+        made and is being made goes first. Shares are relative and need not sum to 1; each 0 or more, one above 0; one below
+        a millionth of their sum counts as 0. Empty: unchanged; a run that never set it wants all strata seen equally, as one
+        term of the score among others.
         """
 
     def __init__(
