@@ -126,7 +126,7 @@ def run_gate(world: World, run: Run, rollout_class: RolloutClass) -> Gate:
         return Gate.RUN_PAUSED
     if state is TrainerState.SYNCING and rollout_class is RolloutClass.CRITICAL:
         return Gate.TRAINER_SYNCING
-    limit = run.settings.max_undelivered_bytes or world.config.delivery.max_undelivered_bytes
+    limit = world.undelivered_limit_bytes(run)
     if run.undelivered_bytes > limit:
         return Gate.UNDELIVERED
     return Gate.OPEN

@@ -220,14 +220,13 @@ def _look_at_places(world: World, run: Run, hold: MixHold) -> None:
 def _stuck(world: World, run: Run) -> bool:
     """Whether what is queued may not start before results are taken, or before somebody says so."""
     window = run.window
-    limit = run.settings.max_undelivered_bytes or world.config.delivery.max_undelivered_bytes
+    limit = world.undelivered_limit_bytes(run)
     waits = window is not None and bool(window.waiting)
     return waits or run.paused or run.undelivered_bytes > limit or run.report.trainer_state is TrainerState.PAUSED
 
 
 def _most_bytes(world: World, run: Run) -> int:
-    limit = run.settings.max_undelivered_bytes or world.config.delivery.max_undelivered_bytes
-    return limit // HELD_PART
+    return world.undelivered_limit_bytes(run) // HELD_PART
 
 
 def _arm(world: World, run: Run, hold: MixHold) -> None:

@@ -150,9 +150,7 @@ class Entry:
         self.particular = False  # not every policy version may run it; set before it joins a backlog
         self.stems: tuple[int, ...] | None = None
         self.blocked_since: float | None = None
-        self.apart_since: float | None = (
-            None  # it first waited for an engine that has its prompt, see `grouping.within`
-        )
+        self.apart_since: float | None = None  # it first waited for an engine with its prompt, `grouping.within`
         self.servers: tuple[Engine, ...] = ()  # engines that could run the first member, see `gates.servers`
         self.servers_mark = (-1, -1)
 

@@ -16,14 +16,14 @@ from collections import deque
 from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
+from rolloutd.scheduler.scoring import diversity
+from rolloutd.scheduler.scoring.total import clamp
 from rolloutd.scheduler.share_clock import ShareClock
 from rolloutd.scheduler.staleness import bound
 
 if TYPE_CHECKING:
     from rolloutd.scheduler.rollout import Rollout
 
-from rolloutd.scheduler.scoring import diversity
-from rolloutd.scheduler.scoring.total import clamp
 
 WINDOW_ROLLOUTS: Final = 256
 Name = TypeVar("Name", bound=Hashable)

@@ -172,6 +172,10 @@ class World:
         """32 hex digits: fixed length, because engines match abort ids by prefix (property P6)."""
         return self.rng.getrandbits(128).to_bytes(16, "big").hex()
 
+    def undelivered_limit_bytes(self, run: Run) -> int:
+        """Of results that nobody acknowledged: the run's own limit, else the configured one."""
+        return run.settings.max_undelivered_bytes or self.config.delivery.max_undelivered_bytes
+
     def draw_below(self, limit: int) -> int:
         """A number of 0 to `limit - 1`, all equally likely: what `Random.randrange` draws, without its checks."""
         bits = limit.bit_length()

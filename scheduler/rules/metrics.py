@@ -115,9 +115,7 @@ def _stale_share(look: Look) -> float | None:
 
 def _undelivered_fill(look: Look) -> float | None:
     run = look.run
-    return _ratio(
-        run.undelivered_bytes, run.settings.max_undelivered_bytes or look.world.config.delivery.max_undelivered_bytes
-    )
+    return _ratio(run.undelivered_bytes, look.world.undelivered_limit_bytes(run))
 
 
 def _diversity_distance(look: Look) -> float | None:
