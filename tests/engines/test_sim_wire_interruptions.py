@@ -200,7 +200,8 @@ async def test_abort_pause_after_in_place_deadlocks_until_streams_hang_up() -> N
         await sim.until(lambda state: bool(state["running_rids"]))
         await sim.post("/pause_generation", {"mode": "in_place"})
         pause = asyncio.ensure_future(sim.post("/pause_generation"))
-        done, _ = await asyncio.wait([pause, task], timeout=0.1)  # it must be there before the other, on another connection
+        # The pause must be there before what should wait for it, which comes on another connection.
+        done, _ = await asyncio.wait([pause, task], timeout=0.1)
         assert not done
         resume = asyncio.ensure_future(sim.post("/continue_generation"))
         done, _ = await asyncio.wait([pause, resume, task], timeout=0.3)
