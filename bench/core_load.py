@@ -23,6 +23,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from rolloutd.bench.simulated import clock_seconds
 from rolloutd.scheduler.actions import Abort, Action, Deliver, Dispatch, Finished
 from rolloutd.scheduler.config import QueueSettings, SchedulerConfig
 from rolloutd.scheduler.events import (
@@ -84,18 +85,23 @@ SUBMIT_AT = 8  # groups in one submission: 64 rollouts, as the server cuts its e
 
 @dataclass(slots=True)
 class Meter:
-    """What `handle` cost: seconds by purpose, and those of every call.
-
-    Wall seconds: on a machine with nothing else to do they are CPU seconds, and the clock of a thread's CPU costs more to read
-    than some of the calls take.
-    """
+    """What `handle` cost. seconds: CPU by purpose. calls: wall seconds of every call, for which the event loop stands still.
+    longest: of the longest call, with its purpose."""
 
     seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     calls: list[float] = field(default_factory=list)
+    longest: tuple[float, str] = (0.0, "")
 
     def clear(self) -> None:
         self.seconds.clear()
         self.calls.clear()
+        self.longest = (0.0, "")
+
+    def add(self, purpose: str, cpu_seconds: float, wall_seconds: float) -> None:
+        self.seconds[purpose] += cpu_seconds
+        self.calls.append(wall_seconds)
+        if wall_seconds > self.longest[0]:
+            self.longest = wall_seconds, purpose
 
 
 class CoreLoad:
@@ -103,6 +109,7 @@ class CoreLoad:
 
     def __init__(self, queued: int, *, runs: int = 8, engines: int = 64, slots: int = 32, seed: int = 0) -> None:
         self.meter = Meter()
+        self._clock_seconds = clock_seconds()
         self.now = 0.0
         self.dispatched = 0
         self.ended = 0
@@ -184,11 +191,10 @@ class CoreLoad:
         self._send("end", AttemptEnded(attempt_id, piece))
 
     def _send(self, purpose: str, event: Event) -> None:
-        started = time.perf_counter()
+        started, cpu_started = time.perf_counter(), time.thread_time()
         actions = self.scheduler.handle(event, self.now)
-        seconds = time.perf_counter() - started
-        self.meter.calls.append(seconds)
-        self.meter.seconds[purpose] += seconds
+        cpu_seconds = time.thread_time() - cpu_started - self._clock_seconds
+        self.meter.add(purpose, cpu_seconds, time.perf_counter() - started)
         self._take(actions)
 
     def _take(self, actions: Iterable[Action]) -> None:

@@ -180,15 +180,18 @@ class Look:
         kv_fill = (engine.kv_claimed_tokens + claim) / capacity if capacity else 0.0
         most_held = segments[0][1] if segments and not entry.resumed else 0  # of an interrupted one it does not matter
         longest = most_held if self._spares else 0
+        missing = most_held - hit  # that another engine has
+        if missing and self._world.index.is_longest(segments, engine.cache_key):
+            missing = 0  # a part of one of this engine's pages
         siblings = 0
-        if entry.continuation and most_held > hit:
-            if homing.waits(self._world, entry, most_held - hit):
+        if entry.continuation and missing:
+            if homing.waits(self._world, entry, missing):
                 return Gate.HELD_FOR_PREFIX
         elif self._groups:
             if dear < SPREAD_BELOW:
                 if self._spreads:
                     siblings = grouping.siblings(entry, engine)
-            elif most_held > hit and grouping.waits(self._world, entry, engine, most_held - hit):
+            elif missing and grouping.waits(self._world, entry, engine, missing):
                 return Gate.HELD_FOR_PREFIX
         score = entry.fixed + engine_total(
             self.weights, hit - self._common, longest - hit, entry.prompt_tokens, dear, slots_fill, kv_fill, siblings
@@ -384,13 +387,15 @@ def _score_entry(entry: Entry, roomy: Roomy, look: Look) -> Gate:
             if engine not in holding:
                 gate = look.ask(entry, engine)
                 result = _sum_up(result, gate)
-                if gate is Gate.OPEN:
+                if gate is Gate.OPEN or gate is Gate.HELD_FOR_PREFIX:  # the others have no more of it, and more to do
                     return result
     return result
 
 
 def _sum_up(sofar: Gate, gate: Gate) -> Gate:
-    """Of two engines' gates: OPEN, else the one that says more."""
-    if sofar is Gate.OPEN or (gate is Gate.NO_ENGINE and sofar is not Gate.NO_ENGINE):
+    """Of two engines' gates: OPEN, else waiting for another engine (it could go elsewhere), else the one that says more."""
+    if sofar is Gate.OPEN or gate is Gate.OPEN:
+        return Gate.OPEN
+    if sofar is Gate.HELD_FOR_PREFIX or (gate is Gate.NO_ENGINE and sofar is not Gate.NO_ENGINE):
         return sofar
     return gate

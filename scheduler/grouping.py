@@ -13,7 +13,7 @@ By dearness, the cost of one prefill over the decode cost of one output:
 Invariants
 - Counts are of live attempts, by run, prompt and engine; `check()` of the core re-derives them.
 - Turns of sessions and interrupted rollouts do not wait: others are not their siblings (`homing.py` has turns).
-- Nobody waits who is owed a floor.
+- Nobody waits who is owed a floor, or whose deadline or time in the queue could end with it.
 - Members of one entry wait no longer than `LONGEST_WAIT_SECONDS` together, nor for an engine that would not take it if it had a slot.
 
 What this module does not know: scores, and who else may have the slot.
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from rolloutd.scheduler import gates
+from rolloutd.scheduler import gates, queueing, versions
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.run import Run
@@ -87,16 +87,28 @@ def within(world: World, entry: Entry, patience_seconds: float) -> bool:
         ledger.has_floors and (ledger.class_owed(entry.rollout_class) or ledger.task_owed(entry.task_type))
     ):
         return False
-    if not _is_there(world, entry):
+    if _ends_within(world, entry, patience_seconds) or not _is_there(world, entry):
         return False
     if entry.apart_since is None:
         entry.apart_since = world.now
     return world.now - entry.apart_since < patience_seconds
 
 
+def _ends_within(world: World, entry: Entry, seconds: float) -> bool:
+    """Whether it would have waited too long by then: what remains to its deadline is needed, or it may not wait at all."""
+    if entry.members[0].ttl_at - world.now < seconds:
+        return True
+    deadline = entry.deadline_at
+    if deadline is None:
+        return False
+    needed = entry.expected_tokens * queueing.pool_token_seconds(world, entry.run, entry.pool)
+    return deadline - world.now - needed < seconds
+
+
 def _is_there(world: World, entry: Entry) -> bool:
     """Whether an engine that has its prompt lacks no more than a slot to take it."""
     rollout = entry.members[0]
+    lineage = entry.run.lineage(entry.pool) if entry.particular else None
     members = world.rooms[entry.pool].members
     for key in world.index.some_of(entry.segments[0][0], MOST_HOMES, 0):
         home = members.get(key)
@@ -104,6 +116,7 @@ def _is_there(world: World, entry: Entry) -> bool:
             home is not None
             and home.is_open(world.now)
             and home.engine_id not in rollout.excluded
+            and (lineage is None or versions.fits(lineage, rollout, home))
             and gates.could_serve(world, entry, home, rollout.remaining_tokens)
         ):
             return True

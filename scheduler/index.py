@@ -193,6 +193,11 @@ class PrefixIndex(PrefixForest):
                     return tokens - tokens % holder.unit_tokens
         return 0
 
+    def is_longest(self, segments: list[tuple[int, int]], engine: str) -> bool:
+        """Whether no engine has a longer part of the query than this one, whatever part of a page `held` leaves out."""
+        holder = self._engines.get(engine)
+        return holder is not None and bool(segments) and segments[0][0] & holder.flag != 0
+
     def hits_on(self, segments: list[tuple[int, int]], engines: int) -> dict[str, int]:
         """{engine: tokens held} among the engines whose bits are in `engines`, as `match` counts them, longest first.
 
