@@ -235,4 +235,5 @@ class Attempt:
                 connection.drain(DRAIN_SECONDS)
             else:
                 connection.hang_up()
-        self._on_over(self, self._trouble)
+        trouble, self._trouble = self._trouble, None  # its traceback may know us: a ring
+        self._on_over(self, trouble)

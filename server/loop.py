@@ -38,6 +38,8 @@ from rolloutd.server.outbox import Outbox
 MIN_TIMER_SECONDS = 0.001
 # Longer than a look at whether it is quiet comes after the last (`garbage.py`: a second), so that work between two looks counts.
 QUIET_SECONDS = 1.5
+# How long the loop's own end waits for removed doors to be resumed and closed.
+PART_SECONDS = 5.0
 # Pause after a scheduling pass that raised.
 FAILED_TICK_SECONDS = 1.0
 
@@ -56,6 +58,7 @@ class RunLoop:
         self._doors: dict[str, Door] = {}
         self._outboxes: dict[tuple[str, str], Outbox] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._partings: set[asyncio.Task[None]] = set()  # of these, the ones that close removed doors
         # What has no entry is read by the caller of post() and by observers.
         self._performers: dict[type[actions.Action], Callable[[Any], None]] = {
             actions.Deliver: self._deliver,
@@ -191,7 +194,8 @@ class RunLoop:
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Stop scheduling, hang up what still runs, wait for every task to end. Doors stay the manager's to close."""
+        """Stop scheduling, hang up what still runs, wait for every task to end, for `PART_SECONDS` at most for those that close
+        removed doors. The other doors stay the manager's to close."""
         self._closed = True
         for handle in (self._timer, self._tick_handle):
             if handle is not None:
@@ -200,16 +204,17 @@ class RunLoop:
         for attempt in [*unsent, *self._attempts.values()]:
             attempt.hang_up()
         self._post_ends()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await _cancel([task for task in self._tasks if task not in self._partings])
+        if self._partings:  # an engine that was removed may stand still until it is resumed
+            await asyncio.wait(self._partings, timeout=PART_SECONDS)
+        await _cancel(list(self._tasks))
 
-    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         """Run a task that the loop keeps track of; an exception that escapes it is logged as an error."""
         task = self.event_loop.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
+        return task
 
     def _task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -337,7 +342,9 @@ class RunLoop:
 
     def _close_if_unused(self, held: Door) -> None:
         if held.removed and held.attempts == 0 and held.controls == 0:
-            self.spawn(self._part(held), f"close {held.door.url}")
+            task = self.spawn(self._part(held), f"close {held.door.url}")
+            self._partings.add(task)
+            task.add_done_callback(self._partings.discard)
 
     async def _part(self, held: Door) -> None:
         """Close a removed door. An engine that was removed in the middle of an update would stand still for ever."""
@@ -398,6 +405,12 @@ class RunLoop:
         for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
+
+
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def refusal_of(result: list[actions.Action]) -> Refusal | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import uuid
 from collections.abc import AsyncIterator
@@ -16,6 +17,7 @@ from aiohttp import web
 
 from rolloutd.engines.base import AttemptRequest, EngineFault, FaultKind, Progress, Slice
 from rolloutd.engines.sglang import SGLangEngine, Timeouts
+from rolloutd.engines.sglang_attempt import Attempt
 from tests.engines.scripted_server import DONE, LENGTH, FakeServer, frame
 
 VOCABULARY_SIZE = 1000
@@ -245,6 +247,24 @@ async def test_faults_inside_a_stream(
     assert engine.url in caught.message
     server.say(frame([5], 1, LENGTH), DONE)
     assert tokens(await run(engine)) == [5], "the door works on"
+
+
+async def test_an_attempt_that_a_frame_ended_leaves_nothing_to_the_garbage_collector(
+    served: tuple[FakeServer, SGLangEngine],
+) -> None:
+    server, engine = served
+    gc.collect()
+    gc.disable()
+    try:
+        server.say(frame([5], 1), ERROR_FRAME % 400)
+        ended: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        engine.begin(ask(), lambda _: None, ended.set_result)
+        assert isinstance(await ended, EngineFault)
+        del ended
+        await asyncio.sleep(0)
+        assert not any(isinstance(thing, Attempt) for thing in gc.get_objects())
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

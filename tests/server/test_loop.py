@@ -14,10 +14,10 @@ import pytest
 from rolloutd.engines.base import AttemptRequest, Engine
 from rolloutd.engines.base import FaultKind as DoorFault
 from rolloutd.scheduler import events
-from rolloutd.scheduler.actions import Abort, Action, Dispatch, Refuse
+from rolloutd.scheduler.actions import Abort, Action, Control, Dispatch, Refuse
 from rolloutd.scheduler.machine import Scheduler
 from rolloutd.scheduler.refusal import Refusal
-from rolloutd.scheduler.states import AbortReason, Code, FaultKind
+from rolloutd.scheduler.states import AbortReason, Code, FaultKind, PauseMode, Verb
 from rolloutd.server.attempt import PROGRESS_SECONDS, PROGRESS_TOKENS, Attempt
 from rolloutd.server.loop import QUIET_SECONDS, RunLoop
 from tests.server.fake_door import FakeAttempt, FakeDoor, tokens
@@ -218,6 +218,17 @@ async def test_a_removed_door_is_closed_after_its_last_attempt(bench: Bench) -> 
     assert not bench.door.closed
     bench.door.finish(request)
     await until(lambda: bench.door.closed)
+
+
+async def test_a_removed_engine_is_resumed_when_the_loop_closes_before_its_work_has_ended(bench: Bench) -> None:
+    bench.dispatch()
+    await bench.door.wait_running(1)
+    bench.core.script[events.PauseRun] = lambda _: [Control(1, "e", Verb.PAUSE, PauseMode.IN_PLACE)]
+    bench.loop.post(events.PauseRun("run"))
+    await until(lambda: bench.door.paused is not None)
+    bench.loop.remove_door("e")
+    await bench.loop.close()
+    assert bench.door.paused is None and bench.door.closed
 
 
 async def test_progress_is_thinned_out_but_the_first_token_is_not() -> None:
