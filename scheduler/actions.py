@@ -13,12 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from mypy_extensions import mypyc_attr
+
 from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.result import RolloutResult
 from rolloutd.scheduler.states import AbortReason, PauseMode, RolloutState, UpdateState, Verb
 from rolloutd.scheduler.views import Decision
 
 
+@mypyc_attr(acyclic=True)
 @dataclass(init=False, slots=True)
 class Dispatch:
     """Start one attempt on one engine. `token_bytes` is prompt plus kept partial tokens."""
@@ -71,6 +74,7 @@ class Dispatch:
         self.cache_salt = cache_salt
 
 
+@mypyc_attr(acyclic=True)
 @dataclass(frozen=True, slots=True)
 class Abort:
     """Stop one attempt; its end still comes as AttemptEnded or AttemptFailed."""
@@ -120,6 +124,7 @@ class PublishEnded:
     failed: tuple[str, ...]
 
 
+@mypyc_attr(acyclic=True)
 @dataclass(init=False, slots=True)
 class Accepted:
     rollout_id: str
@@ -159,6 +164,7 @@ class Progressed:
     engine_id: str
 
 
+@mypyc_attr(acyclic=True)
 @dataclass(init=False, slots=True)
 class Finished:
     result: RolloutResult
@@ -170,6 +176,7 @@ class Finished:
         self.result = result
 
 
+@mypyc_attr(acyclic=True)
 @dataclass(init=False, slots=True)
 class GroupFinished:
     group_id: str
@@ -218,6 +225,7 @@ class Attached:
     undelivered_events: int
 
 
+@mypyc_attr(acyclic=True)
 @dataclass(init=False, slots=True)
 class Deliver:
     """One event for one consumer's stream; dropped by the server when the consumer is not connected."""

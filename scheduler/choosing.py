@@ -17,6 +17,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from mypy_extensions import mypyc_attr
+
 from rolloutd.scheduler import gates, grouping, homing, queueing, turns
 from rolloutd.scheduler.common_prefix import common_hit
 from rolloutd.scheduler.considered import Row
@@ -42,6 +44,7 @@ FIRST_OF_LANES: Final = 3  # number of the look that is the first one into lanes
 HEADS: Final = (1, HEADS_PER_LANE, DEEP_HEADS_PER_LANE)  # of each lane, in one look after the other
 
 
+@mypyc_attr(acyclic=True)
 class Look:
     """One turn's look for a pair: what is the same for all its entries, and the best pair so far."""
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from mypy_extensions import mypyc_attr
+
 from rolloutd.scheduler.scoring import TERMS, Facts, clamp
 
 CANDIDATES_TOLD: Final = 4  # engines a decision tells about
@@ -26,6 +28,7 @@ class Candidate:
     score: float
 
 
+@mypyc_attr(acyclic=True)
 class Row:
     """One engine as the choice saw it, for the entry that was chosen. (A plain class: made for every pair that is scored.)"""
 
@@ -54,6 +57,7 @@ class Row:
         return f"Row({self.engine_id!r}, {numbers})"
 
 
+@mypyc_attr(acyclic=True)
 class Considered:
     """facts: the entry's side; its engine side is filled from a row when the terms are asked for. Left out of the words for it, which
     would name an address: events and actions in words are what runs are compared by."""

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from mypy_extensions import mypyc_attr
+
 from rolloutd.scheduler.spec import TOKEN_BYTES
 from rolloutd.scheduler.states import SHORT_TASKS, Gate, RolloutClass, TaskType
 from rolloutd.scheduler.versions import ANYTHING, Requirement
@@ -43,6 +45,7 @@ class EntryKey(NamedTuple):
     requirement: Requirement = ANYTHING
 
 
+@mypyc_attr(acyclic=True)
 class Entry:
     __slots__ = (
         "affine",

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mypy_extensions import mypyc_attr
+
 from rolloutd.scheduler.config import SchedulerConfig
 from rolloutd.scheduler.kv_changes import KvChange
 from rolloutd.scheduler.result import Piece
@@ -228,6 +230,7 @@ class KvCacheChanged:
     changes: tuple[KvChange, ...]
 
 
+@mypyc_attr(acyclic=True)
 @dataclass(frozen=True, slots=True)
 class AttemptProgress:
     """Tokens of one attempt so far; the first report is the first token."""
@@ -238,6 +241,7 @@ class AttemptProgress:
     cached_tokens: int
 
 
+@mypyc_attr(acyclic=True)
 @dataclass(frozen=True, slots=True)
 class AttemptEnded:
     """The engine ended an attempt by itself or after an abort."""
@@ -246,6 +250,7 @@ class AttemptEnded:
     piece: Piece
 
 
+@mypyc_attr(acyclic=True)
 @dataclass(frozen=True, slots=True)
 class AttemptFailed:
     attempt_id: str

@@ -12,6 +12,8 @@ from __future__ import annotations
 import math
 from typing import Final
 
+from mypy_extensions import mypyc_attr
+
 from rolloutd.scheduler import budgeting, promises, queueing, tail, versions
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
@@ -26,6 +28,7 @@ MOST_DOUBLINGS: Final = 16  # of a claim: beyond any context
 LED_SECONDS: Final = 2.0  # prefill takes a fraction of this, unless the engine is in trouble
 
 
+@mypyc_attr(acyclic=True)
 class Space:
     """What one engine has left for one run, worked out once and asked for many entries.
 

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mypy_extensions import mypyc_attr
+
 from rolloutd.scheduler.states import Outcome
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from rolloutd.scheduler.over_launch import Fate
 
 
+@mypyc_attr(acyclic=True)
 class Group:
     __slots__ = (
         "completed",

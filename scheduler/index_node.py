@@ -9,6 +9,8 @@ import math
 from collections import OrderedDict
 from typing import Final
 
+from mypy_extensions import mypyc_attr
+
 from rolloutd.scheduler.index_base import TOKEN_BYTES, Namespace
 
 # Memory beside the tokens themselves, measured with tracemalloc on CPython 3.11 (`test_accounting_follows_tracemalloc`).
@@ -21,6 +23,7 @@ END_BYTES: Final = 90  # one entry in the order of a capped engine
 NO_CHILDREN: Final[dict[bytes, Node]] = {}
 
 
+@mypyc_attr(acyclic=True)
 class Node:
     """One edge of the tree, held as a whole by each engine whose bit is in `mask`."""
 

@@ -26,6 +26,8 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any, Final, NamedTuple
 
+from mypy_extensions import mypyc_attr
+
 from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.states import Gate, TaskType
 
@@ -65,6 +67,7 @@ def _live(item: Item) -> bool:
     return item[3].sequence == item[2]
 
 
+@mypyc_attr(acyclic=True)
 class Lane:
     """Entries of one kind in key order, ties by the given tie-break."""
 

@@ -23,6 +23,8 @@ from collections import OrderedDict
 from statistics import NormalDist
 from typing import Final
 
+from mypy_extensions import mypyc_attr
+
 from rolloutd.scheduler.states import TaskType
 
 Kind = tuple[TaskType, str]  # task type and stratum: what is alike in length
@@ -84,6 +86,7 @@ class _Task:
             self.version += 1
 
 
+@mypyc_attr(acyclic=True)
 class _Prompt:
     __slots__ = ("finished", "log_mean", "log_sum", "running", "stale", "task", "task_version")
 

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
+from mypy_extensions import mypyc_attr
+
 from rolloutd.scheduler.actions import Finished, GroupFinished
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 GROUP_EVENT_BYTES: Final = 256
 
 
+@mypyc_attr(acyclic=True)
 class Kept:
     __slots__ = ("at_seconds", "event", "size_bytes")
 

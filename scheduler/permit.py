@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from mypy_extensions import mypyc_attr
+
 from rolloutd.scheduler.states import SHORT_TASKS, RolloutClass, TaskType
 
 if TYPE_CHECKING:
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from rolloutd.scheduler.ledger import Ledger
 
 
+@mypyc_attr(acyclic=True)
 class Permit:
     __slots__ = ("engine", "kv_tokens", "ledger", "released", "rollout_class", "run_id", "task_type")
 

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from mypy_extensions import mypyc_attr
+
 # SGLang 0.5.23: SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION, SGLANG_INIT_NEW_TOKEN_RATIO, SGLANG_MIN_NEW_TOKEN_RATIO_FACTOR and
 # SGLANG_NEW_TOKEN_RATIO_DECAY_STEPS, at a --schedule-conservativeness of 1.
 CLIPPED_TOKENS: Final = 4096
@@ -31,6 +33,7 @@ def needed_tokens(prompt_tokens: int, output_tokens: int, page_tokens: int) -> i
     return prompt_tokens + min(output_tokens, CLIPPED_TOKENS) + page_tokens
 
 
+@mypyc_attr(acyclic=True)
 class Promise:
     """To one attempt. `in_full`: it ignores the end token."""
 

@@ -13,11 +13,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mypy_extensions import mypyc_attr
+
 from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.spec import TOKEN_BYTES
 from rolloutd.scheduler.states import Outcome, RolloutClass, TaskType
 
 
+@mypyc_attr(acyclic=True)
 @dataclass(init=False, slots=True)
 class Piece:
     """What one attempt generated (a slice): ids uint32 LE, log-probs float32 LE aligned with them or empty.
@@ -130,6 +133,7 @@ class Piece:
         )
 
 
+@mypyc_attr(acyclic=True)
 @dataclass(init=False, slots=True)
 class Span:
     """Tokens [start, end) of a result and who wrote them."""
@@ -158,6 +162,7 @@ class Span:
         self.attempt = attempt
 
 
+@mypyc_attr(acyclic=True)
 @dataclass(init=False, slots=True)
 class AttemptRecord:
     """One attempt in the life of a rollout. Times are in seconds since acceptance."""
@@ -192,6 +197,7 @@ class AttemptRecord:
         self.end = end
 
 
+@mypyc_attr(acyclic=True)
 @dataclass(init=False, slots=True)
 class RolloutResult:
     """How a rollout ended, with everything it produced. Times are in seconds since acceptance."""

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from mypy_extensions import mypyc_attr
+
 from rolloutd.scheduler.result import AttemptRecord, Piece, RolloutResult
 from rolloutd.scheduler.spec import TOKEN_BYTES, RolloutSpec
 from rolloutd.scheduler.states import MOVES, AbortReason, OnPreempt, RolloutState, TaskType
@@ -49,6 +51,7 @@ class IllegalMove(Exception):
     """A state change that the table does not allow; carries the rollout's story."""
 
 
+@mypyc_attr(acyclic=True)
 class Attempt:
     """One dispatch of a rollout to an engine."""
 
@@ -126,6 +129,7 @@ class Attempt:
         return whole - written
 
 
+@mypyc_attr(acyclic=True)
 class Rollout:
     __slots__ = (
         "attempt",

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from mypy_extensions import mypyc_attr
+
 from rolloutd.scheduler.states import (
     CacheHandling,
     OnPreempt,
@@ -24,6 +26,7 @@ from rolloutd.scheduler.states import (
 TOKEN_BYTES: Final = 4
 
 
+@mypyc_attr(acyclic=True)
 @dataclass(frozen=True, slots=True)
 class RolloutSpec:
     """One submission: a prompt and what to do with it, for `samples` rollouts that share it.
@@ -212,6 +215,7 @@ class RolloutUpdate:
     needed_by_step: int | None = None
 
 
+@mypyc_attr(acyclic=True)
 @dataclass(frozen=True, slots=True)
 class Acknowledgement:
     """The trainer has a result, and perhaps says what became of it."""

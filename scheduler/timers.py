@@ -18,6 +18,8 @@ import heapq
 import math
 from typing import Any, Final
 
+from mypy_extensions import mypyc_attr
+
 REBUILD_MINIMUM: Final = 1024
 MOST_SECONDS: Final = 1e15  # what is due later shares one bucket
 
@@ -36,6 +38,7 @@ class TimerKind(enum.IntEnum):
     MIX = 10
 
 
+@mypyc_attr(acyclic=True)
 class Timer:
     """`subject` None means cancelled or fired."""
 

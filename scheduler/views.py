@@ -9,6 +9,8 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from mypy_extensions import mypyc_attr
+
 from rolloutd.scheduler.considered import Candidate, Considered
 from rolloutd.scheduler.result import RolloutResult
 from rolloutd.scheduler.rules.book import RuleView
@@ -33,6 +35,7 @@ class DecisionKind(enum.IntEnum):
     RULE_ENDED = 8
 
 
+@mypyc_attr(acyclic=True)
 @dataclass(init=False, slots=True)
 class Decision:
     """Why a rollout went to an engine, or was held or interrupted; or why a rule of its run fired or ended (`rollout_id` "")."""

@@ -2,7 +2,8 @@
 
 A full collection walks every container the process holds: tens of milliseconds beside a large index or queue, during which
 no rollout moves (PROTOTYPES.md: 40 ms with 100,000 queued, none after a freeze). Almost all garbage here is freed by its
-reference count; collections of the youngest generation, a few milliseconds, find most of the rest.
+reference count; collections of the youngest generation, a few milliseconds, find most of the rest. What the compiled core makes
+most of is not looked at (`mypyc_attr(acyclic=True)`): each has many neighbours, and looking at one is a cache miss.
 
 Invariants
 - The interpreter starts no collection but those of the youngest generation by itself between `start()` and `stop()`.
@@ -26,8 +27,9 @@ QUIET_SECONDS = 2.0
 BUSY_SECONDS = 600.0
 _LOOK_SECONDS = 1.0
 # Net containers made before a young collection. The default of 700 collects thousands of times a second what a finishing
-# rollout frees by itself; 20,000 stop the loop for up to 50 ms beside a full queue, where each container is a cache miss.
-_YOUNG = 3_000
+# rollout frees by itself. Beside a full queue many times as many live through one, for what old ones free is taken off the count,
+# and each is a cache miss: 3,000 stop the loop for up to 24 ms, 1,000 for 8.
+_YOUNG = 1_000
 _NEVER = 1 << 30
 # Containers made since the last full collection that make another one worth its time.
 WORTHWHILE = 10_000

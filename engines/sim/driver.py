@@ -19,6 +19,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Literal
 
 from rolloutd.engines.sim.config import MachineConfig
@@ -317,8 +318,15 @@ class Driver:
     # ---- views ----------------------------------------------------------------------------------------------------
 
     def load(self) -> tuple[LoadSnapshot, float]:
-        """The machine's load and the wall time (epoch seconds) of the snapshot: frozen while paused."""
-        return self.machine.load(self.now()), self._loads_wall or time.time()
+        """The machine's load, rates and times in real seconds, and the wall time (epoch seconds) of the snapshot: frozen while
+        paused."""
+        load = self.machine.load(self.now())
+        load = replace(
+            load,
+            generated_tokens_per_second=load.generated_tokens_per_second * self.time_scale,
+            prefill_busy_seconds_total=load.prefill_busy_seconds_total / self.time_scale,
+        )
+        return load, self._loads_wall or time.time()
 
     def _freeze_loads(self) -> None:
         if self._loads_wall is None:

@@ -1,8 +1,8 @@
 """Read-only routes of the simulated engine: info, load, health, metrics, and `/sim/state` for tests.
 
 Invariants
-- Field names are SGLang 0.5.23's. `timestamp` is wall time (epoch); `gen_throughput` and `total_prefill_busy_us` are in
-  simulated time.
+- Field names are SGLang 0.5.23's. `timestamp` is wall time (epoch); `gen_throughput` and `total_prefill_busy_us` are per and in
+  real seconds, as everything that a caller can time: else one that weighs prefill against decode is wrong by the time scale.
 - Load is fresh at every read, while SGLang publishes every 15 decode steps; in a retract or in-place pause it is frozen,
   as there.
 

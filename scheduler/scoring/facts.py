@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from mypy_extensions import mypyc_attr
+
 from rolloutd.scheduler.states import RolloutClass
 
 
+@mypyc_attr(acyclic=True)
 class Facts:
     """Filled by the placement for one entry, then for each engine considered.
 

@@ -9,11 +9,14 @@ What this module does not know: entries and engines.
 
 from __future__ import annotations
 
+from mypy_extensions import mypyc_attr
+
 from rolloutd.scheduler.scoring import cost, crowding, diversity, duplicate, prefix, urgency, waiting
 from rolloutd.scheduler.scoring.facts import Facts
 from rolloutd.scheduler.states import RolloutClass
 
 
+@mypyc_attr(acyclic=True)
 class Weights:
     """Weights in force for one run. A plain class, because the hot path reads it by attribute."""
 
@@ -52,6 +55,7 @@ def static_key(facts: Facts, queued_at: float, deadline_at: float | None, weight
     return weights.waiting * waiting.static(queued_at, facts) + weights.critical * urgency.static(deadline_at, facts)
 
 
+@mypyc_attr(acyclic=True)
 class EntryTerms:
     """`entry_score` for many entries of one class and pool at one moment."""
 

@@ -165,7 +165,7 @@ async def test_info_pages_state_what_a_scheduler_needs() -> None:
     assert info["weight_version"] == model["weight_version"] == "3"
 
 
-async def test_loads_report_running_waiting_memory_and_simulated_rates() -> None:
+async def test_loads_report_running_waiting_memory_and_rates_in_real_time() -> None:
     async with engine("--slots", "1", scale=5) as sim:
         tasks = []
         for rid in ("a", "b"):
@@ -177,8 +177,8 @@ async def test_loads_report_running_waiting_memory_and_simulated_rates() -> None
         assert (rank["num_running_reqs"], rank["num_waiting_reqs"], rank["max_running_requests"]) == (1, 1, 1)
         assert rank["num_used_tokens"] >= 540 and rank["num_total_tokens"] == rank["num_used_tokens"] + 240
         assert rank["num_waiting_uncached_tokens"] == 0  # its prompt is cached by now
-        assert rank["gen_throughput"] == pytest.approx(1 / 0.007045, rel=0.2)
-        assert rank["total_prefill_uncached_tokens"] == 240 and rank["total_prefill_busy_us"] == 12_000
+        assert rank["gen_throughput"] == pytest.approx(5 / 0.007045, rel=0.2)
+        assert rank["total_prefill_uncached_tokens"] == 240 and rank["total_prefill_busy_us"] == 12_000 / 5
         assert rank["memory"]["token_capacity"] == 200_000 and rank["queues"]["waiting"] == 1
         assert (await sim.call("GET", "/v1/loads"))[1]["loads"][0].get("memory") is None
         assert (await sim.call("GET", "/v1/loads?include=nonsense"))[0] == 500
