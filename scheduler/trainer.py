@@ -10,6 +10,7 @@ What this module does not know: what classes mean to the placement.
 from __future__ import annotations
 
 import math
+from typing import Final
 
 from rolloutd.scheduler import (
     budgeting,
@@ -32,6 +33,8 @@ from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.spec import RolloutUpdate, RunSettings, StepReport
 from rolloutd.scheduler.states import Code, Gate, RolloutState
 from rolloutd.scheduler.world import World
+
+RUN_ENDED: Final = "run_ended"  # the record of a run's end, with the number of `rollouts` that end because of it
 
 
 def configure(world: World, run: Run, settings: RunSettings) -> Refusal | None:
@@ -102,12 +105,14 @@ def update(world: World, run: Run, updates: tuple[RolloutUpdate, ...]) -> Refusa
 
 
 def end_run(world: World, run: Run) -> None:
+    """What still goes on ends; its record says how many rollouts that are, though most end with the next ticks."""
+    ending_rollouts = 0 if run.ended else sum([lifecycle.goes_on(one) for one in run.rollouts.values()])
     watch.end_run(world, run)
     ending.begin(world, run)
     delivering.settle(world, run)
     publishing.orphan(world, run, f"run {run.run_id!r} has ended", pushed_only=False)
     colocation.follow(world, run)
-    world.record("info", "run_ended", run=run.run_id)
+    world.record("info", RUN_ENDED, run=run.run_id, rollouts=ending_rollouts)
 
 
 def _set_deadline(world: World, rollout: Rollout, seconds: float) -> None:
