@@ -30,7 +30,7 @@ from rolloutd.scheduler.states import OnStale, Outcome, RolloutState, TrainerSta
 from rolloutd.scheduler.timers import TimerKind
 from rolloutd.scheduler.world import World
 
-UNARY: Final = "unary/"  # how consumers of single calls are named
+UNARY: Final = "unary/"  # how the names of those begin who are made for a single call, and forgotten once they are gone
 HELD_PART: Final = 4  # of what a run may have undelivered, at most one byte in so many is kept back
 
 

@@ -20,12 +20,12 @@ from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from rolloutd.scheduler.share_clock import ShareClock
+from rolloutd.scheduler.spec import RolloutSpec, label_key
 from rolloutd.scheduler.staleness import bound
 from rolloutd.scheduler.states import RolloutClass, RolloutState
 
 if TYPE_CHECKING:
     from rolloutd.scheduler.rollout import Rollout
-    from rolloutd.scheduler.spec import RolloutSpec
     from rolloutd.scheduler.timers import Timer
 
 MEMORY_TURNS: Final = 32.0  # made good after a stratum was late: an eighth of the window over which a mixture is judged
@@ -169,7 +169,7 @@ class MixHold:
 
 
 def place_of(spec: RolloutSpec) -> Place:
-    return spec.pool, tuple(sorted(spec.engine_labels.items())) if spec.engine_labels else ()
+    return spec.pool, label_key(spec.engine_labels)
 
 
 def _add(counts: dict[Key, int], key: Key, change: int) -> None:

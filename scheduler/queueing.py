@@ -22,10 +22,11 @@ from rolloutd.scheduler.lineage import Lineage
 from rolloutd.scheduler.rollout import Rollout
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.scoring import Facts, Weights, static_key
+from rolloutd.scheduler.spec import label_key
 from rolloutd.scheduler.states import Gate, Origin, RolloutClass
 from rolloutd.scheduler.timers import TimerKind
 from rolloutd.scheduler.versions import ANYTHING
-from rolloutd.scheduler.world import World, label_key
+from rolloutd.scheduler.world import World
 
 HITS_FRESH_SECONDS: Final = 1.0  # an entry's prefix hits are looked up again after this
 REKEY_FACTOR: Final = 1.1  # an expected length that moved by less since it was keyed does not change an entry's place
