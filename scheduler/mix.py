@@ -153,7 +153,7 @@ class Mix:
 
 
 def give_back(rollout: Rollout) -> None:
-    """It left its engine without a result to train on: its turn, if it took one, goes back to the order that gave it."""
+    """Nothing to train on came or will come of it: its turn, if it took one, goes back to the order that gave it."""
     order = rollout.turn
     if order is not None:
         order.give_back(rollout.spec.stratum)

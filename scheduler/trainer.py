@@ -74,7 +74,7 @@ def report_step(world: World, run: Run, report: StepReport) -> Refusal | None:
         world.record("info", "phase_changed", run=run.run_id, phase=run.phase.phase.name, step=report.step)
     if advanced:
         promoting.begin(world, run)
-    delivering.settle(world, run)
+    delivering.reported(world, run)
     colocation.follow(world, run)
     world.dirty = True
     return None
