@@ -51,6 +51,7 @@ def put(world: World, rollout: Rollout) -> None:
         entry.deadline_at = rollout.deadline_at
         entry.arrival = world.next_sequence()
         entry.evaluation = spec.origin is Origin.EVALUATION
+        entry.sample = staleness.bound(rollout)
         entry.particular = continued or rollout.requirement is not ANYTHING
         run.entries[key] = entry
         run.entries_by_prompt.setdefault(rollout.prompt_hash, {})[entry] = None

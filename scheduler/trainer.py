@@ -48,7 +48,7 @@ def configure(world: World, run: Run, settings: RunSettings) -> Refusal | None:
     mix = Mix(settings.target_mix, world.config.queue.max_strata)
     mix.dispatched, mix.consumed = run.mix.dispatched, run.mix.consumed
     if mix.target == run.mix.target:
-        mix.order = run.mix.order
+        mix.order, mix.beside = run.mix.order, run.mix.beside
     run.mix = mix
     delivering.configure(world, run, settings)
     reordering.begin(world, run)  # weights may have changed, and with them every key
