@@ -259,6 +259,8 @@ def _check_held(run: Run) -> tuple[int, int]:
         assert len(hold.held) <= MOST_RESULTS and not run.ended, f"{name} keeps back {len(hold.held)} results"
         assert timer is not None and timer.subject is not None, f"{name}: nothing would ever let {oldest.rollout_id} go"
         assert timer.due <= hold.held[oldest] + hold.seconds, f"{name} keeps {oldest.rollout_id} back for too long"
+    else:
+        assert timer is None or timer.subject is None, f"{name} keeps nothing back and would be woken for it"
     return len(hold.held), size
 
 

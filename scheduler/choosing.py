@@ -1,8 +1,8 @@
 """The best (rollout, engine) pair of one turn, among a bounded number of entries and engines.
 
 Entries: for whom room is kept, those owed a floor, the overdue one, then heads of lanes and of the engines' affinity heaps. A run
-that states a target mix: before all lanes, those with a deadline in sight, then one stratum after the other, first the one that
-is furthest below its share.
+that states a target mix: before all lanes, those with a deadline in sight, then what has a turn beside the samples to train on,
+then these, one stratum after the other, first the one that is furthest below its share.
 Engines: all of a few; of many, those with the longest hits and the emptiest of some drawn at random. Ties by the seeded random.
 
 Invariants
@@ -25,7 +25,7 @@ from rolloutd.scheduler.considered import Row
 from rolloutd.scheduler.dearness import dearness
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.entry import Entry
-from rolloutd.scheduler.lanes import HEADS_PER_LANE
+from rolloutd.scheduler.lanes import HEADS_PER_LANE, Flow
 from rolloutd.scheduler.roomy import Pass, Roomy
 from rolloutd.scheduler.scoring import urgency
 from rolloutd.scheduler.scoring.crowding import SPREAD_BELOW
@@ -39,7 +39,7 @@ MAX_HOLDING_SCORED: Final = 2
 DEEP_HEADS_PER_LANE: Final = 32  # entries looked at where the first ones wait for an engine or a prefix of their own
 DEEP_PAUSE_SECONDS: Final = 0.1  # between two looks behind the first entries of lanes that found nothing
 PROBES: Final = 16  # engines with room drawn at random, of which the emptiest is scored; as many with the longest hit
-STRATA_LOOKED_AT: Final = 8  # by a target mix, before the others are looked at without it
+STRATA_LOOKED_AT: Final = 8  # by a target mix, of samples and of the rest, before the others are looked at without it
 FIRST_OF_LANES: Final = 3  # number of the look that is the first one into lanes
 HEADS: Final = (1, HEADS_PER_LANE, DEEP_HEADS_PER_LANE)  # of each lane, in one look after the other
 
@@ -92,7 +92,7 @@ class Look:
         self.engine: Engine | None = None
         self.claim = 0
         self.told: list[Row] = []  # engines scored for the entry that is best so far
-        self.strata: list[str] | None = None  # that go first, in order; None: not asked for, or no mix is stated
+        self.strata: list[Flow] | None = None  # that go first, in order; None: not asked for, or no mix is stated
         self._world = world
         self._run = run
         self._roomy = roomy
@@ -117,14 +117,12 @@ class Look:
         """What entries of this stratum get for it."""
         return self.weights.diversity * self._run.mix.missing(stratum)
 
-    def by_mix(self, turn: turns.Turn, tasks: frozenset[TaskType]) -> list[str] | None:
-        """Strata with something to dispatch, first the one that is furthest below its share; None where no mix is stated."""
-        order = self._run.mix.order
-        if order is None or turn.short or not self._world.config.queue.strict_mix:
+    def by_mix(self, turn: turns.Turn, tasks: frozenset[TaskType]) -> list[Flow] | None:
+        """What has something to dispatch and goes first by the run's mix, in order; None where none is stated."""
+        mix = self._run.mix
+        if not mix.target or turn.short or not self._world.config.queue.strict_mix:
             return None
-        waiting = [one for one in turn.backlog.strata(tasks) if one in order.strides]
-        waiting.sort(key=order.finish)
-        return waiting[:STRATA_LOOKED_AT]
+        return mix.in_order(turn.backlog.flows(tasks), STRATA_LOOKED_AT)
 
     def in_sight(self, entry: Entry) -> bool:
         """Whether its deadline is near enough to count."""
@@ -357,7 +355,7 @@ def _bounded_look(
         if place == 0:
             return [one for one in backlog.timed(tasks) if look.in_sight(one)]
         if place <= len(strata):
-            return backlog.of_stratum(strata[place - 1], roomy.keys, tasks)
+            return backlog.of_flow(strata[place - 1], roomy.keys, tasks)
         place -= 1 + len(strata)
     if place < len(HEADS):
         return backlog.candidates(roomy.keys, look.diverse, tasks, HEADS[place])

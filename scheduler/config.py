@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rolloutd.scheduler.rules.rule import Rule
-from rolloutd.scheduler.spec import Budget
+from rolloutd.scheduler.spec import Budget, RunSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +130,10 @@ class DeliverySettings:
     undelivered_ttl_seconds: float = 3600.0
     max_runs: int = 1024
     max_consumers_per_run: int = 1024
+
+    def limit_bytes(self, settings: RunSettings) -> int:
+        """Of undelivered results of a run with these settings: its own limit, else this one."""
+        return settings.max_undelivered_bytes or self.max_undelivered_bytes
 
 
 @dataclass(frozen=True, slots=True)

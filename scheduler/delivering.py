@@ -18,10 +18,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from rolloutd.scheduler import versions
+from rolloutd.scheduler import mix, versions
 from rolloutd.scheduler.actions import Finished, GroupFinished
 from rolloutd.scheduler.group import Group
-from rolloutd.scheduler.mix_hold import MOST_RESULTS, MixHold
+from rolloutd.scheduler.mix_hold import MOST_RESULTS, MixHold, Place
 from rolloutd.scheduler.result import RolloutResult
 from rolloutd.scheduler.rollout import Rollout
 from rolloutd.scheduler.run import Run
@@ -30,7 +30,7 @@ from rolloutd.scheduler.states import OnStale, Outcome, RolloutState, TrainerSta
 from rolloutd.scheduler.timers import TimerKind
 from rolloutd.scheduler.world import World
 
-UNARY: Final = "unary/"  # how consumers of single calls are named
+UNARY: Final = "unary/"  # how the names of those begin who are made for a single call, and forgotten once they are gone
 HELD_PART: Final = 4  # of what a run may have undelivered, at most one byte in so many is kept back
 
 
@@ -76,17 +76,30 @@ def group_ended(world: World, run: Run, group: Group, consumer_id: str) -> None:
     _tell_group(world, run, group)
 
 
-def settle(world: World, run: Run) -> None:
-    """What need not wait any more goes. Call after anything that may have changed that."""
+def reported(world: World, run: Run) -> None:
+    """The trainer said something new of itself: what it waits for by now goes."""
     hold = run.mix_hold
-    if hold is None or not hold.held:
+    if hold is not None and run.report.trainer_state is TrainerState.WAITING:
+        for rollout in [one for one in hold.held if _trainer_waits(run, one)]:
+            _release(world, run, hold, rollout)
+    settle(world, run)
+
+
+def settle(world: World, run: Run) -> None:
+    """What need not wait any more goes. Call after anything that may have changed that; after a report, call `reported`."""
+    hold = run.mix_hold
+    if hold is None:
         return
     if run.ended or world.shutting_down:
         let_all_go(world, run)
         return
-    if run.report.trainer_state is TrainerState.WAITING:
-        for rollout in [one for one in hold.held if _trainer_waits(run, one)]:
-            let_go(world, run, rollout)
+    if hold.held:
+        _let_in_order(world, run, hold)
+    _arm(world, run, hold)
+
+
+def _let_in_order(world: World, run: Run, hold: MixHold) -> None:
+    """Those go whose turn it is, and those over a bound."""
     _look_at_places(world, run, hold)
     stuck = _stuck(world, run)
     while True:
@@ -97,16 +110,33 @@ def settle(world: World, run: Run) -> None:
             if oldest is None or not (full or world.now >= hold.held[oldest] + hold.seconds):
                 break
             rollout_or_none = oldest
-        let_go(world, run, rollout_or_none)
-    _arm(world, run, hold)
+        _release(world, run, hold, rollout_or_none)
 
 
 def let_go(world: World, run: Run, rollout: Rollout) -> bool:
     """Deliver one result that is kept back; False where it is not."""
     hold = run.mix_hold
-    result = rollout.result
-    if hold is None or rollout not in hold.held or result is None:
+    if hold is None or rollout not in hold.held:
         return False
+    _release(world, run, hold, rollout)
+    _arm(world, run, hold)
+    return True
+
+
+def let_all_go(world: World, run: Run) -> None:
+    hold = run.mix_hold
+    if hold is None:
+        return
+    for rollout in list(hold.held):
+        _release(world, run, hold, rollout)
+    _arm(world, run, hold)
+
+
+def _release(world: World, run: Run, hold: MixHold, rollout: Rollout) -> None:
+    """Deliver one result that is kept back. The caller arms the timer of the rest."""
+    result = rollout.result
+    if result is None:
+        raise AssertionError(f"{rollout.rollout_id} is kept back without a result; story: {rollout.tell()}")
     hold.leave(rollout, result.size_bytes)
     run.undelivered_bytes -= result.size_bytes
     run.undelivered_results -= 1
@@ -123,16 +153,6 @@ def let_go(world: World, run: Run, rollout: Rollout) -> bool:
         if group.consumer_id not in run.consumers:
             group.consumer_id = rollout.consumer_id
         _tell_group(world, run, group)
-    return True
-
-
-def let_all_go(world: World, run: Run) -> None:
-    hold = run.mix_hold
-    if hold is None:
-        return
-    for rollout in list(hold.held):
-        let_go(world, run, rollout)
-    _arm(world, run, hold)
 
 
 def too_old_now(run: Run, rollout: Rollout) -> RolloutResult | None:
@@ -146,6 +166,7 @@ def too_old_now(run: Run, rollout: Rollout) -> RolloutResult | None:
     run.stale_results += 1
     if run.settings.on_stale is OnStale.FLAG:
         return replace(result, stale=True, policy_version=lineage.version)
+    mix.give_back(rollout)
     return replace(
         result.without_tokens(),
         outcome=Outcome.STALE,
@@ -211,10 +232,15 @@ def _trainer_waits(run: Run, rollout: Rollout) -> bool:
 
 
 def _look_at_places(world: World, run: Run, hold: MixHold) -> None:
-    """Tell it what is queued where no engine could run it."""
+    """Tell it what is queued where no engine takes work: none may run it, or all that may are lost or draining."""
     if hold.places_mark != world.fleet_mark:
-        hold.note_places({one: bool(world.pool_engines(run, one[0], dict(one[1]))) for one in hold.places()})
+        hold.note_places({one: _is_served(world, run, one) for one in hold.places()})
         hold.places_mark = world.fleet_mark
+
+
+def _is_served(world: World, run: Run, place: Place) -> bool:
+    pool, labels = place
+    return any(not one.lost and not one.draining for one in world.pool_engines(run, pool, dict(labels)))
 
 
 def _stuck(world: World, run: Run) -> bool:

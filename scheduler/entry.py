@@ -81,6 +81,7 @@ class Entry:
         "resumed",
         "rollout_class",
         "run",
+        "sample",
         "segments",
         "sequence",
         "servers",
@@ -138,6 +139,7 @@ class Entry:
         self.size_bytes = len(token_bytes) + (len(text.encode()) if text is not None else 0)  # of one member's prompt
         self.labels = labels
         self.evaluation = False  # its data are for evaluation; set before it joins a backlog
+        self.sample = True  # to train on: a target mix is about it; set before it joins
         self.continuation = False  # a later turn or a resumed rollout: its context is resident somewhere
         self.resumed = False  # of these, one that was interrupted; set before it joins
         self.keyed_tokens = 1.0  # worst_tokens when the entry was last ordered

@@ -42,6 +42,7 @@ COMPACT_MINIMUM: Final = 64
 LOOKED_PAST: Final = 64  # arrivals in which the oldest that may go is looked for
 
 Item = tuple[float, int, int, Entry]  # (key, tie-break, sequence, entry)
+Flow = tuple[str, bool]  # of one stratum: what is to be trained on (True), or the rest
 
 SHUT_OUT: Final = frozenset({Gate.POLICY_VERSION, Gate.STALENESS})  # holds that may last
 
@@ -50,6 +51,7 @@ class LaneKey(NamedTuple):
     """Entries of one lane are alike in this."""
 
     stratum: str
+    sample: bool  # to train on: its place in a target mix is another than that of the rest of its stratum
     timed: bool
     task_type: TaskType
     continuation: bool
@@ -60,7 +62,7 @@ class LaneKey(NamedTuple):
 def lane_key(entry: Entry) -> LaneKey:
     timed = entry.deadline_at is not None
     apart = entry.apart_since is not None
-    return LaneKey(entry.stratum, timed, entry.task_type, entry.continuation, apart, entry.key.labels)
+    return LaneKey(entry.stratum, entry.sample, timed, entry.task_type, entry.continuation, apart, entry.key.labels)
 
 
 def _live(item: Item) -> bool:
@@ -305,31 +307,32 @@ class Backlog:
             found.append(oldest)
         return found
 
-    def strata(self, tasks: frozenset[TaskType]) -> list[str]:
+    def flows(self, tasks: frozenset[TaskType]) -> list[Flow]:
         """Those with an entry that is not held, of these tasks."""
-        found: dict[str, None] = {}
+        found: dict[Flow, None] = {}
         empty = []
         for key, lane in self._lanes.items():
-            if key.task_type in tasks and key.stratum not in found:
+            if key.task_type in tasks and (key.stratum, key.sample) not in found:
                 if lane.first() is None:
                     empty.append(key)
                 else:
-                    found[key.stratum] = None
+                    found[key.stratum, key.sample] = None
         for key in empty:
             del self._lanes[key]
         return list(found)
 
-    def of_stratum(self, stratum: str, engines: Sequence[str], tasks: frozenset[TaskType]) -> list[Entry]:
-        """The first entries of one stratum's lanes, and its own among the heads of the engines' affinity heaps."""
+    def of_flow(self, flow: Flow, engines: Sequence[str], tasks: frozenset[TaskType]) -> list[Entry]:
+        """The first entries of one flow's lanes, and its own among the heads of the engines' affinity heaps."""
+        stratum, sample = flow
         found: dict[Entry, None] = {}
         for key, lane in self._lanes.items():
-            if key.stratum == stratum and key.task_type in tasks:
+            if key.stratum == stratum and key.sample is sample and key.task_type in tasks:
                 found.update(dict.fromkeys(lane.heads(HEADS_PER_LANE)))
         for engine in self._some(engines):
             affine = self._affine.get(engine)
             if affine is not None:
                 for entry in affine.heads(HEADS_PER_ENGINE):
-                    if entry.stratum == stratum and entry.task_type in tasks:
+                    if entry.stratum == stratum and entry.sample is sample and entry.task_type in tasks:
                         found[entry] = None
         return list(found)
 

@@ -199,6 +199,14 @@ def end_one(world: World, rollout: Rollout, outcome: Outcome, why: str) -> bool:
     return True
 
 
+def goes_on(rollout: Rollout) -> bool:
+    """Whether it has not ended, and nobody but the scheduler itself asked its engine to stop it."""
+    attempt = rollout.attempt
+    if attempt is None:
+        return rollout.state is not RolloutState.FINISHED
+    return attempt.abort_reason is None or attempt.abort_reason in OWN_REASONS
+
+
 def end_surplus(world: World, run: Run, group: Group) -> None:
     """A group has as many complete members as it keeps: the others end, with the tokens that they have.
 

@@ -2,8 +2,10 @@
 
 Invariants
 - A target that is stated has an `order`: a turn is taken with each dispatch of a sample to train on, and given back when the
-  attempt ends without having made one. So it follows what was made and what is being made. What took no turn, or took it in the
-  order of an earlier target, gives none back here.
+  attempt ends without having made one, or the sample became too old before anybody took it. So it follows what was made and what
+  is being made. What took no turn, or took it in the order of an earlier target, gives none back here.
+- What is no sample to train on (evaluation, replays) takes no turn there. It has turns `beside` the samples, by its stratum's share:
+  neither waits for the last of the other, and what there is of one changes nothing in the order of the other.
 - Windows are bounded (256 rollouts, as the mixture is judged over windows of that size); strata beyond the configured number
   share one name, so counters are bounded too.
 
@@ -20,14 +22,19 @@ from rolloutd.scheduler.scoring import diversity
 from rolloutd.scheduler.scoring.total import clamp
 from rolloutd.scheduler.share_clock import ShareClock
 from rolloutd.scheduler.staleness import bound
+from rolloutd.scheduler.states import SHORT_TASKS
 
 if TYPE_CHECKING:
+    from rolloutd.scheduler.lanes import Flow
     from rolloutd.scheduler.rollout import Rollout
 
 
 WINDOW_ROLLOUTS: Final = 256
 Name = TypeVar("Name", bound=Hashable)
 OTHER: Final = "(other)"
+# Who has turns beside whom: all samples to train on, and of each stratum the rest.
+SAMPLES: Final = "samples"
+REST_OF: Final = "rest of "
 
 
 class Window(Generic[Name]):
@@ -70,11 +77,17 @@ class Share:
 
 
 class Mix:
-    __slots__ = ("_max_strata", "_outputs", "_shares", "_strata", "consumed", "dispatched", "order", "target")
+    __slots__ = ("_max_strata", "_outputs", "_shares", "_strata", "beside", "consumed", "dispatched", "order", "target")
 
     def __init__(self, target: Mapping[str, float], max_strata: int) -> None:
         self.target = dict(target)
-        self.order = ShareClock(target, WINDOW_ROLLOUTS) if target else None
+        self.order: ShareClock | None = None
+        self.beside: ShareClock | None = None
+        if target:
+            self.order = ShareClock(target, WINDOW_ROLLOUTS)
+            total = sum(target.values())
+            rest = {REST_OF + stratum: share / total for stratum, share in target.items()}
+            self.beside = ShareClock({SAMPLES: 1.0, **rest}, 0.0)
         self._max_strata = max_strata
         self._strata: set[str] = set(target)
         self.dispatched: Window[str] = Window()
@@ -125,12 +138,38 @@ class Mix:
             self._shares.pop(stratum, None)
             self._shares.pop(oldest, None)
 
-    def note_begun(self, rollout: Rollout) -> None:
-        """It went to an engine: its stratum had a turn, if it is a sample to train on."""
+    def in_order(self, waiting: list[Flow], most: int) -> list[Flow]:
+        """Of what waits, what goes first by a stated target: what is due beside the samples, then strata of samples, first the one
+        that is furthest below its share; at most so many of each."""
         order = self.order
-        if order is not None and rollout.spec.stratum in order.strides and bound(rollout):
-            order.take(rollout.spec.stratum)
+        beside = self.beside
+        if order is None or beside is None:
+            raise AssertionError("no target is stated")
+        samples = [stratum for stratum, sample in waiting if sample and stratum in order.strides]
+        samples.sort(key=order.finish)
+        rest = [
+            (beside.finish(REST_OF + stratum), stratum)
+            for stratum, sample in waiting
+            if not sample and REST_OF + stratum in beside.strides
+        ]
+        rest.sort()
+        bar = beside.finish(SAMPLES)
+        due = [(stratum, False) for finish, stratum in rest[:most] if finish < bar]
+        return due + [(stratum, True) for stratum in samples[:most]]
+
+    def note_begun(self, rollout: Rollout) -> None:
+        """It went to an engine: it had the turn of its stratum, or one beside."""
+        order = self.order
+        beside = self.beside
+        stratum = rollout.spec.stratum
+        if order is None or beside is None or stratum not in order.strides or rollout.task_type in SHORT_TASKS:
+            return
+        if bound(rollout):
+            order.take(stratum)
             rollout.turn = order
+            beside.take(SAMPLES)
+        elif REST_OF + stratum in beside.strides:
+            beside.take(REST_OF + stratum)
 
     def note_output(self, fingerprint: int) -> None:
         self._outputs.add(fingerprint)
@@ -153,7 +192,7 @@ class Mix:
 
 
 def give_back(rollout: Rollout) -> None:
-    """It left its engine without a result to train on: its turn, if it took one, goes back to the order that gave it."""
+    """Nothing to train on came or will come of it: its turn, if it took one, goes back to the order that gave it."""
     order = rollout.turn
     if order is not None:
         order.give_back(rollout.spec.stratum)

@@ -6,7 +6,7 @@ ahead waits here while something of a stratum that is behind is still coming.
 Invariants
 - A result goes when the next turn of its stratum comes before that of every stratum of which something is coming (`ShareClock`):
   what is delivered is less than one rollout of each stratum off the mix, unless a bound lets something go.
-- Only work of its own class or a more urgent one is waited for, and what is queued only where an engine could run it.
+- Only work of its own class or a more urgent one is waited for, and what is queued only where an engine takes such work.
 - Results of one stratum and class go in the order in which they came.
 - `most_results` and `most_bytes` bound what is held, `seconds` how long.
 
@@ -20,12 +20,12 @@ from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from rolloutd.scheduler.share_clock import ShareClock
+from rolloutd.scheduler.spec import RolloutSpec, label_key
 from rolloutd.scheduler.staleness import bound
 from rolloutd.scheduler.states import RolloutClass, RolloutState
 
 if TYPE_CHECKING:
     from rolloutd.scheduler.rollout import Rollout
-    from rolloutd.scheduler.spec import RolloutSpec
     from rolloutd.scheduler.timers import Timer
 
 MEMORY_TURNS: Final = 32.0  # made good after a stratum was late: an eighth of the window over which a mixture is judged
@@ -64,7 +64,7 @@ class MixHold:
         self._lanes: dict[Lane, dict[Rollout, None]] = {}  # of what is held
         self._running: dict[Lane, int] = {}  # rollouts on engines; never 0
         self._queued: dict[Queued, int] = {}  # rollouts that wait; never 0
-        self._served: dict[Place, bool] = {}  # whether an engine could run what is queued for it, as of `places_mark`
+        self._served: dict[Place, bool] = {}  # whether an engine takes what is queued for it, as of `places_mark`
         self.places_mark = -1  # -1: something is queued for another place since
 
     # what is coming ----------------------------------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class MixHold:
         return list({place: None for _, _, place in self._queued})
 
     def note_places(self, served: dict[Place, bool]) -> None:
-        """Whether an engine could run what is queued for each of `places`."""
+        """Whether an engine takes what is queued for each of `places`."""
         self._served = served
 
     def _count(self, rollout: Rollout, rollout_class: RolloutClass, state: RolloutState, change: int) -> None:
@@ -169,7 +169,7 @@ class MixHold:
 
 
 def place_of(spec: RolloutSpec) -> Place:
-    return spec.pool, tuple(sorted(spec.engine_labels.items())) if spec.engine_labels else ()
+    return spec.pool, label_key(spec.engine_labels)
 
 
 def _add(counts: dict[Key, int], key: Key, change: int) -> None:

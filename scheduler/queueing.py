@@ -22,10 +22,11 @@ from rolloutd.scheduler.lineage import Lineage
 from rolloutd.scheduler.rollout import Rollout
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.scoring import Facts, Weights, static_key
+from rolloutd.scheduler.spec import label_key
 from rolloutd.scheduler.states import Gate, Origin, RolloutClass
 from rolloutd.scheduler.timers import TimerKind
 from rolloutd.scheduler.versions import ANYTHING
-from rolloutd.scheduler.world import World, label_key
+from rolloutd.scheduler.world import World
 
 HITS_FRESH_SECONDS: Final = 1.0  # an entry's prefix hits are looked up again after this
 REKEY_FACTOR: Final = 1.1  # an expected length that moved by less since it was keyed does not change an entry's place
@@ -50,6 +51,7 @@ def put(world: World, rollout: Rollout) -> None:
         entry.deadline_at = rollout.deadline_at
         entry.arrival = world.next_sequence()
         entry.evaluation = spec.origin is Origin.EVALUATION
+        entry.sample = staleness.bound(rollout)
         entry.particular = continued or rollout.requirement is not ANYTHING
         run.entries[key] = entry
         run.entries_by_prompt.setdefault(rollout.prompt_hash, {})[entry] = None

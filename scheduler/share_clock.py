@@ -5,8 +5,8 @@ Every name has a virtual time that grows by 1 / share with each turn it takes (s
 its share.
 
 Invariants
-- What a name missed while it had nothing to do is made good for `memory` turns of all together, and then forgotten: a name that
-  comes back after an hour does not shut out the others.
+- What a name missed while it had nothing to do is made good for `memory` turns of all together (and one of its own), and then
+  forgotten: a name that comes back after an hour does not shut out the others.
 - Names without a share take no turns here, nor do those with less than `LEAST_SHARE`: where numbers hold one of their turns, they do
   not hold the turns of the others beside it.
 

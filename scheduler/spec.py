@@ -81,6 +81,11 @@ class RolloutSpec:
         return self.text is not None or self.return_prompt_tokens
 
 
+def label_key(labels: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """The labels that a rollout wants of an engine, as part of a key."""
+    return tuple(sorted(labels.items())) if labels else ()
+
+
 @dataclass(frozen=True, slots=True)
 class Weights:
     """Weights of the score terms; None keeps the configured default (prefix and diversity: the phase's value)."""

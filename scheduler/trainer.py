@@ -10,6 +10,7 @@ What this module does not know: what classes mean to the placement.
 from __future__ import annotations
 
 import math
+from typing import Final
 
 from rolloutd.scheduler import (
     budgeting,
@@ -33,6 +34,8 @@ from rolloutd.scheduler.spec import RolloutUpdate, RunSettings, StepReport
 from rolloutd.scheduler.states import Code, Gate, RolloutState
 from rolloutd.scheduler.world import World
 
+RUN_ENDED: Final = "run_ended"  # the record of a run's end, with the number of `rollouts` that end because of it
+
 
 def configure(world: World, run: Run, settings: RunSettings) -> Refusal | None:
     refusal = _check_settings(settings)
@@ -45,7 +48,7 @@ def configure(world: World, run: Run, settings: RunSettings) -> Refusal | None:
     mix = Mix(settings.target_mix, world.config.queue.max_strata)
     mix.dispatched, mix.consumed = run.mix.dispatched, run.mix.consumed
     if mix.target == run.mix.target:
-        mix.order = run.mix.order
+        mix.order, mix.beside = run.mix.order, run.mix.beside
     run.mix = mix
     delivering.configure(world, run, settings)
     reordering.begin(world, run)  # weights may have changed, and with them every key
@@ -71,7 +74,7 @@ def report_step(world: World, run: Run, report: StepReport) -> Refusal | None:
         world.record("info", "phase_changed", run=run.run_id, phase=run.phase.phase.name, step=report.step)
     if advanced:
         promoting.begin(world, run)
-    delivering.settle(world, run)
+    delivering.reported(world, run)
     colocation.follow(world, run)
     world.dirty = True
     return None
@@ -102,12 +105,14 @@ def update(world: World, run: Run, updates: tuple[RolloutUpdate, ...]) -> Refusa
 
 
 def end_run(world: World, run: Run) -> None:
+    """What still goes on ends; its record says how many rollouts that are, though most end with the next ticks."""
+    ending_rollouts = 0 if run.ended else sum([lifecycle.goes_on(one) for one in run.rollouts.values()])
     watch.end_run(world, run)
     ending.begin(world, run)
     delivering.settle(world, run)
     publishing.orphan(world, run, f"run {run.run_id!r} has ended", pushed_only=False)
     colocation.follow(world, run)
-    world.record("info", "run_ended", run=run.run_id)
+    world.record("info", RUN_ENDED, run=run.run_id, rollouts=ending_rollouts)
 
 
 def _set_deadline(world: World, rollout: Rollout, seconds: float) -> None:

@@ -34,7 +34,7 @@ from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.rollout import Attempt, Rollout
 from rolloutd.scheduler.room import Room
 from rolloutd.scheduler.run import Run
-from rolloutd.scheduler.spec import RunSettings
+from rolloutd.scheduler.spec import RunSettings, label_key
 from rolloutd.scheduler.states import SHORT_TASKS, Code, Gate, RolloutClass, RolloutState, Verb
 from rolloutd.scheduler.timers import Timer, Timers
 from rolloutd.scheduler.views import Decision, DecisionKind
@@ -48,11 +48,6 @@ def largest(limits: Iterable[int]) -> int:
     """The largest of several engines' limits, where 0 means that an engine has none or does not say."""
     known = list(limits)
     return max(known) if known and all(known) else 0
-
-
-def label_key(labels: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
-    """The labels that a rollout wants of an engine, as part of a key."""
-    return tuple(sorted(labels.items())) if labels else ()
 
 
 class PoolLimits:
@@ -174,7 +169,7 @@ class World:
 
     def undelivered_limit_bytes(self, run: Run) -> int:
         """Of results that nobody acknowledged: the run's own limit, else the configured one."""
-        return run.settings.max_undelivered_bytes or self.config.delivery.max_undelivered_bytes
+        return self.config.delivery.limit_bytes(run.settings)
 
     def draw_below(self, limit: int) -> int:
         """A number of 0 to `limit - 1`, all equally likely: what `Random.randrange` draws, without its checks."""

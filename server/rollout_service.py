@@ -17,6 +17,7 @@ from typing import Any
 
 from rolloutd.scheduler import events
 from rolloutd.scheduler.actions import Abort, Accepted, Finished, Rejected
+from rolloutd.scheduler.delivering import UNARY
 from rolloutd.scheduler.refusal import Refusal
 from rolloutd.scheduler.result import RolloutResult
 from rolloutd.scheduler.spec import RolloutSpec
@@ -53,8 +54,6 @@ from rolloutd.v1 import (
 )
 from rolloutd.v1 import Rejected as RejectedMessage
 
-# The core forgets such a consumer once it is detached and owed nothing.
-UNARY_CONSUMER_PREFIX = "unary/"
 # Rollouts looked at per page of a filtered listing; the page may be short, its token goes on from there.
 _MAX_SCANNED = 20_000
 
@@ -229,7 +228,7 @@ class UnaryRollout:
         self._epoch = epoch
         self._spec = spec
         self._attached = False
-        self._consumer_id = UNARY_CONSUMER_PREFIX + uuid.uuid4().hex
+        self._consumer_id = UNARY + uuid.uuid4().hex
         self._outbox = Outbox(run_id, self._consumer_id, ttl_seconds=MAX_SECONDS)
         self._results: asyncio.Future[list[RolloutResult]] = asyncio.get_running_loop().create_future()
 

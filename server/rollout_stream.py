@@ -289,9 +289,8 @@ class RolloutStream:
         view = self._state.run_view(self._run_id)
         if view is None:
             return False
-        delivery = self._state.config.scheduler.delivery
-        undelivered_limit = view.settings.max_undelivered_bytes or delivery.max_undelivered_bytes
-        if view.undelivered_bytes >= undelivered_limit * _QUEUE_PAUSE_SHARE:
+        limit_bytes = self._state.config.scheduler.delivery.limit_bytes(view.settings)
+        if view.undelivered_bytes >= limit_bytes * _QUEUE_PAUSE_SHARE:
             return False  # only reading on can free it: the acknowledgements are in there
         limit = self._state.config.scheduler.queue.queue_capacity * _QUEUE_PAUSE_SHARE
         return any(kind in view.classes and view.classes[kind].queued >= limit for kind in self._classes)

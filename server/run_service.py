@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import Any
 
 from rolloutd.scheduler import events
-from rolloutd.scheduler.actions import Abort, Finished
+from rolloutd.scheduler.actions import Record
 from rolloutd.scheduler.spec import RunSettings
+from rolloutd.scheduler.trainer import RUN_ENDED
 from rolloutd.scheduler.views import RunView
 from rolloutd.server.errors import SHUTTING_DOWN, field_error, not_found
 from rolloutd.server.handler import Refused, check, handler
@@ -57,7 +58,7 @@ class RunService(RunServiceServicer):
             check(fenced(request.trainer_epoch, view.epoch))
         current = view.settings if view is not None else RunSettings()
         settings = merge_settings(current, request.config)
-        if view is None or settings != current:
+        if view is None or view.ended or settings != current:
             check(self._loop.refusal(events.ConfigureRun(request.run_id, settings)))
         return ConfigureRunResponse(run=self._run(self._view(request.run_id)))
 
@@ -94,9 +95,8 @@ class RunService(RunServiceServicer):
         before = self._view(request.run_id)
         result = self._loop.post(events.EndRun(request.run_id))
         check(refusal_of(result))
-        ended = sum(
-            isinstance(action, Abort) or isinstance(getattr(action, "event", None), Finished) for action in result
-        )
+        records = [action for action in result if isinstance(action, Record) and action.event == RUN_ENDED]
+        ended = sum(record.fields["rollouts"] for record in records)
         after = self._state.run_view(request.run_id) or before  # an ended run without results is forgotten at once
         return EndRunResponse(ended_rollouts=ended, state=self._state_of(after))
 

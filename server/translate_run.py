@@ -173,7 +173,7 @@ def to_run_config(settings: RunSettings, config: SchedulerConfig) -> RunConfig:
         mix_hold_seconds=settings.mix_hold_seconds,
         on_disconnect=on_disconnect,
         disconnect_grace_seconds=settings.disconnect_grace_seconds,
-        max_undelivered_bytes=settings.max_undelivered_bytes or config.delivery.max_undelivered_bytes,
+        max_undelivered_bytes=config.delivery.limit_bytes(settings),
         undelivered_ttl_seconds=settings.undelivered_ttl_seconds or config.delivery.undelivered_ttl_seconds,
         on_stale=on_stale,
         batch_samples=settings.batch_samples,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rolloutd.scheduler import trainer
 from rolloutd.scheduler.ending import SLICE_ROLLOUTS
 from rolloutd.scheduler.events import EndRun, Tick
 from rolloutd.scheduler.states import Outcome
@@ -58,6 +59,30 @@ def test_a_second_end_changes_nothing() -> None:
     bench.do(EndRun(RUN))
     bench.tick()
     assert len(bench.ended) == COUNT
+
+
+def ends(bench: Bench) -> list[int]:
+    """How many rollouts each `EndRun` said that it ends."""
+    return [record.fields["rollouts"] for record in bench.records(trainer.RUN_ENDED)]
+
+
+def test_it_says_how_many_end_also_of_those_whose_turn_comes_later() -> None:
+    bench = crowded()
+    bench.do(EndRun(RUN))
+    bench.do(EndRun(RUN))
+    assert ends(bench) == [COUNT + 1, 0]
+
+
+def test_what_has_ended_or_was_to_end_before_is_not_counted() -> None:
+    bench = Bench(engine(slots=4))
+    bench.configure(target_mix={"a": 1.0, "b": 1.0}, mix_hold_seconds=30.0)
+    bench.run(*[spec(name, stratum=name[0]) for name in ("a0", "a1", "b0", "b1")])
+    bench.finish("a0")
+    bench.finish("a1")
+    assert bench.run_view().held_results == 1
+    bench.cancel("b1")
+    bench.do(EndRun(RUN))
+    assert ends(bench) == [1], "b0"
 
 
 def test_an_end_that_is_repeated_comes_to_an_end() -> None:

@@ -18,6 +18,7 @@ from rolloutd.scheduler.events import (
     DrainEngine,
     EndRun,
     JoinEngine,
+    LoseEngine,
     PauseRun,
     RemoveEngine,
     UpdateRollouts,
@@ -163,16 +164,19 @@ def test_what_is_queued_where_no_engine_could_run_it_is_not_waited_for() -> None
     assert delivered(bench) == ["a0", "a1", "b1", "a2"]
 
 
-def test_an_engine_that_leaves_lets_go_what_waited_for_work_of_its_own() -> None:
+@pytest.mark.parametrize("leave", [DrainEngine("e1"), LoseEngine("e1", "it is gone"), RemoveEngine("e1")])
+def test_an_engine_that_takes_no_more_work_lets_go_what_waited_for_work_of_its_own(
+    leave: DrainEngine | LoseEngine | RemoveEngine,
+) -> None:
     bench = mixed()
-    bench.do(JoinEngine(engine("e1", pool="other")))
-    bench.do(DrainEngine("e1"))
+    bench.do(JoinEngine(engine("e1", slots=1, pool="other")))
     started(bench, "a0", "a1")
+    bench.run(spec("x0", pool="other"))
     bench.submit(spec("b0", stratum="b", pool="other"))
     bench.finish("a0")
     bench.finish("a1")
     assert held(bench) == ["a1"]
-    bench.do(RemoveEngine("e1"))
+    bench.do(leave)
     bench.pass_time(2.0)
     assert delivered(bench) == ["a0", "a1"]
 

@@ -18,8 +18,9 @@ from rolloutd.scheduler.events import (
 )
 from rolloutd.scheduler.spec import RolloutUpdate
 from rolloutd.scheduler.states import FaultKind, Outcome, RolloutState, TrainerState
+from rolloutd.scheduler.timers import TimerKind
 from tests.scheduler.kit import BACKGROUND, CONSUMER, CRITICAL, REUSABLE, RUN, Bench, spec
-from tests.scheduler.test_mix_hold import delivered, held, mixed, started
+from tests.scheduler.test_mix_hold import SECONDS, ahead, delivered, held, mixed, started
 
 UNARY = "unary/1"
 
@@ -28,6 +29,11 @@ def ends(bench: Bench) -> list[tuple[str, str]]:
     """(group, consumer that was told) of all ends, in order."""
     said = [one for one in bench.said if isinstance(one, Deliver) and one.cursor]
     return [(one.event.group_id, one.consumer_id) for one in said if isinstance(one.event, GroupFinished)]
+
+
+def due(bench: Bench) -> list[float]:
+    """When results that are kept back must go, as far as anything would wake the core for it."""
+    return [one.due for one in bench.core._world.timers.live() if one.kind is TimerKind.MIX]
 
 
 def behind_a_single_call() -> Bench:
@@ -94,6 +100,36 @@ def test_a_step_that_promotes_what_runs_finds_what_is_kept_back() -> None:
     bench.finish("b0")
     bench.finish("b1")
     assert sorted(delivered(bench)) == list(names)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_nobody_is_woken_for_what_is_not_kept_back_any_more(again: bool) -> None:
+    bench = mixed()
+    started(bench, "a0", "a1", "a2", "b0")
+    bench.finish("a0")
+    bench.finish("a1")
+    bench.tick(5.0)
+    bench.finish("a2")
+    assert held(bench) == ["a1", "a2"] and due(bench) == [bench.now - 5.0 + SECONDS]
+    for name, left in (("a1", [bench.now + SECONDS]), ("a2", [])):
+        if again:
+            bench.submit(spec(name, stratum="a"))
+        else:
+            bench.cancel(name)
+        assert due(bench) == left
+
+
+def test_what_became_too_old_while_kept_back_gives_its_turn_back() -> None:
+    bench = ahead(max_staleness=0)
+    order = bench.its_run().mix.order
+    assert order is not None
+    before = order.finish("a")
+    bench.publish(1)
+    bench.stop_aborted(4)
+    bench.finish_updates()
+    bench.tick(SECONDS)
+    assert [bench.outcome(name) for name in ("a0", "a1", "a2")] == [Outcome.COMPLETED, Outcome.STALE, Outcome.STALE]
+    assert order.finish("a") == pytest.approx(before - 2 * 2.0)
 
 
 def test_a_window_that_is_full_of_what_is_kept_back_gets_on() -> None:

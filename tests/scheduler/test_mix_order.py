@@ -6,8 +6,10 @@ from collections import Counter
 
 import pytest
 
-from rolloutd.scheduler.states import FaultKind
-from tests.scheduler.kit import BACKGROUND, CRITICAL, Bench, config, engine, spec
+from rolloutd.scheduler.events import AttachConsumer
+from rolloutd.scheduler.spec import RolloutSpec
+from rolloutd.scheduler.states import FaultKind, OnStale, Origin, Outcome, TaskType
+from tests.scheduler.kit import BACKGROUND, CONSUMER, CRITICAL, RUN, Bench, config, engine, spec
 
 TARGET = {"a": 0.6, "b": 0.3, "c": 0.1}
 
@@ -112,3 +114,75 @@ def test_a_target_with_a_share_next_to_nothing_orders_the_others() -> None:
     bench.finish("c1")
     bench.submit(*[spec(f"{stratum}{n}", stratum=stratum) for stratum in "abc" for n in range(2, 22)])
     assert Counter(one.rollout_id[0] for one in bench.tick()) == {"a": 4, "b": 12}
+
+
+# what is no sample to train on
+
+
+def evaluations(stratum: str, count: int) -> list[RolloutSpec]:
+    return [spec(f"e{n}", stratum=stratum, origin=Origin.EVALUATION) for n in range(count)]
+
+
+def one_slot() -> Bench:
+    bench = Bench(engine(slots=1), settings=config(preempt={"time_slice_tokens": 0}))
+    bench.configure(target_mix={"a": 1.0, "b": 1.0})
+    return bench
+
+
+def test_evaluation_of_one_stratum_and_samples_of_another_do_not_shut_each_other_out() -> None:
+    bench = one_slot()
+    bench.submit(*evaluations("b", 60))
+    bench.submit(*[spec(f"a{n}", stratum="a") for n in range(60)])
+    strata = serve(bench, 30)
+    assert Counter(strata) == {"a": 20, "e": 10}, strata
+    assert "aaa" not in strata and "ee" not in strata, strata
+
+
+def test_replays_go_beside_the_samples_too() -> None:
+    bench = one_slot()
+    bench.submit(*[spec(f"r{n}", stratum="b", task_type=TaskType.REPLAY) for n in range(9)])
+    bench.submit(*[spec(f"a{n}", stratum="a") for n in range(9)])
+    started = ""
+    for _ in range(9):
+        (one,) = bench.tick(0.01)
+        started += one.rollout_id[0]
+        bench.fail(one.rollout_id, FaultKind.REFUSED)
+    assert Counter(started) == {"a": 6, "r": 3}, started
+
+
+def test_evaluation_changes_nothing_in_the_mix_of_samples() -> None:
+    bench = waiting()
+    bench.submit(*evaluations("c", 30))
+    strata = serve(bench, 44)
+    assert strata.count("e") == 4, strata
+    samples = strata.replace("e", "")
+    for end in range(1, 41):
+        counted = Counter(samples[:end])
+        assert all(abs(counted[name] - end * share) <= 1.0 for name, share in TARGET.items()), (strata, end)
+
+
+def test_evaluation_that_went_alone_is_not_shut_out_afterwards_nor_are_the_samples() -> None:
+    bench = one_slot()
+    bench.submit(*evaluations("b", 60))
+    assert serve(bench, 40) == "e" * 40
+    bench.submit(*[spec(f"a{n}", stratum="a") for n in range(60)])
+    strata = serve(bench, 9)
+    assert strata.startswith("aa") and strata.count("e") == 2, strata
+
+
+@pytest.mark.parametrize("on_stale", list(OnStale))
+def test_a_sample_that_became_too_old_before_anybody_took_it_gives_its_turn_back(on_stale: OnStale) -> None:
+    bench = Bench(engine(slots=4))
+    bench.configure(target_mix={"a": 1.0, "b": 1.0}, max_staleness=0, on_stale=on_stale)
+    bench.run(spec("a0", stratum="a"), spec("a1", stratum="a"))
+    bench.finish("a0")
+    bench.finish("a1")
+    order = bench.its_run().mix.order
+    assert order is not None
+    before = order.finish("a")
+    bench.published(1)
+    for _ in range(2):  # once, however often it is delivered
+        bench.do(AttachConsumer(RUN, CONSUMER))
+    withheld = on_stale is OnStale.WITHHOLD
+    assert bench.outcome("a0") is (Outcome.STALE if withheld else Outcome.COMPLETED)
+    assert order.finish("a") == pytest.approx(before - 2 * 2.0 if withheld else before)

@@ -19,19 +19,22 @@ from rolloutd.v1 import (
     OUTCOME_NO_ENGINE,
     OUTCOME_QUEUE_TIMEOUT,
     OUTCOME_RUN_ENDED,
+    RUN_STATUS_ACTIVE,
     Budget,
     CancelRolloutsRequest,
+    ConfigureRunRequest,
     EndRunRequest,
     GetRolloutRequest,
     PauseRunRequest,
     ReportStepRequest,
+    RunConfig,
     RunRolloutRequest,
     SamplingParams,
     SetBudgetRequest,
     TokenIds,
 )
 from tests.server.fake_door import FakeDoor, tokens
-from tests.server.harness import Rig, refused, running_server, submission
+from tests.server.harness import Rig, refused, running_server, submission, until
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT.value[0]
 
@@ -307,6 +310,32 @@ async def test_an_ended_run_ends_its_rollouts_and_takes_no_more() -> None:
         await stream.submit(submission("late"))
         rejected = await stream.next("rejected")
         assert rejected.error.reason == "RUN_ENDED"
+
+
+async def test_an_ended_run_goes_on_when_it_is_configured_again_with_the_same_settings() -> None:
+    async with running_server() as rig, rig.stream() as stream:
+        await rig.runs.EndRun(EndRunRequest(run_id="run"))
+        again = await rig.runs.ConfigureRun(ConfigureRunRequest(run_id="run"))
+        assert again.run.state.status == RUN_STATUS_ACTIVE
+        await stream.submit(submission("r"))
+        assert (await stream.next("finished")).complete
+
+
+async def test_the_end_of_a_run_does_not_count_results_that_were_kept_back() -> None:
+    async with running_server(auto=False) as rig, rig.stream() as stream:
+        config = RunConfig(target_mix={"a": 1.0, "b": 1.0}, mix_hold_seconds=60.0)
+        await rig.runs.ConfigureRun(ConfigureRunRequest(run_id="run", config=config))
+        await stream.submit(
+            *[submission(name, stratum=name[0], prompt=4 + (name == "b0")) for name in ("a0", "a1", "b0")]
+        )
+        for request in await rig.door.wait_running(3):
+            if len(request.token_bytes) == len(tokens(4)):
+                rig.door.finish(request)
+        await stream.next("finished")
+        await until(lambda: rig.server.loop.core.run_views(rig.server.loop.clock())[0].held_results == 1)
+        ended = await rig.runs.EndRun(EndRunRequest(run_id="run"))
+        assert ended.ended_rollouts == 1 and ended.state.held_results == 0
+        assert (await stream.next("finished")).complete
 
 
 async def test_unknown_names_are_not_found() -> None:
