@@ -30,7 +30,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 def group_hit_ceiling(prompt_tokens: int, samples: int, page_size_tokens: int, engines_used: int = 1) -> float:
     """Share of a group's prompt tokens that can be cached when its siblings share nothing with other groups.
 
-    (1 - r/G) * floor((P - 1) / page) * page / P, WORKLOADS D.3 with the last token computed: for P = 240, page 16,
+    (1 - r/G) * floor((P - 1) / page) * page / P, as the last token is always computed: for P = 240, page 16,
     G = 8 that is 7/8 * 224/240. `engines_used` is r, the engines over which the group is split. In [0, 1).
     """
     _check_page(page_size_tokens)

@@ -1,6 +1,6 @@
 """Settings of the core: one frozen tree, defaults and limits in one place. The server fills it from file, environment, flags.
 
-Sources: DESIGN defaults of the service's configuration table; the rest are starting values whose reason stands beside them.
+Values without a reason beside them are those that users were promised, or plain round starting values.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ def test_same_as_the_naive_twin_on_drawn_prompts_with_a_shared_head() -> None:
     [
         (240, 8, 16, 1, 7 / 8 * 224 / 240),  # a whole number of pages: the last one holds the token that is computed
         (241, 8, 16, 1, 7 / 8 * 240 / 241),
-        (156, 8, 64, 1, 7 / 8 * 128 / 156),  # 71.8 %, WORKLOADS D.3
+        (156, 8, 64, 1, 7 / 8 * 128 / 156),  # 71.8 %
         (100_001, 16, 1, 1, 15 / 16 * 100_000 / 100_001),
         (240, 8, 16, 4, 1 / 2 * 224 / 240),
         (240, 8, 16, 8, 0.0),
