@@ -10,7 +10,7 @@ import pytest
 
 from rolloutd.bench.figures import Figures, Limit, figures, gap_closed, over_seeds
 from rolloutd.bench.metrics import RolloutRecord
-from rolloutd.bench.simulate import main
+from rolloutd.bench.simulate import main, plan_of
 from rolloutd.bench.simulated import EpochRecord, Epochs
 from rolloutd.bench.workload import Kind, Workload
 from rolloutd.engines.sim.config import MachineConfig
@@ -163,6 +163,48 @@ def test_fitted_curves() -> None:
     assert TimingModel("steep", base_seconds=0.01, growth=0.5).decode_step_seconds(4) == pytest.approx(0.02)
     with pytest.raises(ValueError, match="base_seconds"):
         TimingModel(base_seconds=0.0)
+
+
+FITTED = {
+    "curve": "flat",
+    "base_seconds": 0.01,
+    "growth": 0.001,
+    "prefill_tokens_per_second": 9_000.0,
+    "slots": 24,
+    "kv_tokens": 60_000,
+    "page_size_tokens": 64,
+    "context_tokens": 8_192,
+}
+
+
+def test_a_fitted_engine_is_simulated_with_its_sizes_where_no_flag_says_otherwise(tmp_path: Path) -> None:
+    path = tmp_path / "fitted.json"
+    path.write_text(json.dumps(FITTED), encoding="utf-8")
+    fitted = ["--fitted", str(path)]
+    (first, *others) = plan_of(["W5", *fitted]).pool.machines
+    assert (first.slots, first.kv_tokens, first.page_size_tokens) == (24, 60_000, 64)
+    assert first.timing.decode_step_seconds(5) == pytest.approx(0.015)
+    assert first.context_tokens == 8_192, "W5 has rollouts of up to 32,768 tokens, the engine holds no more than this"
+    assert others == [first] * 7, "the workload says how many"
+    flags = ["--slots", "8", "--kv-tokens", "90000", "--context-tokens", "7000", "--prefill-tokens-per-second", "1000"]
+    (given, *_) = plan_of(["W5", *fitted, *flags]).pool.machines
+    assert (given.slots, given.kv_tokens, given.page_size_tokens, given.context_tokens) == (8, 90_000, 64, 7_000)
+    assert (given.timing.prefill_tokens_per_second, given.timing.base_seconds) == (1_000.0, 0.01)
+    (plain, *_) = plan_of(["W5"]).pool.machines
+    assert (plain.slots, plain.kv_tokens, plain.page_size_tokens, plain.context_tokens) == (16, 200_000, 16, 32_768)
+    path.write_text(json.dumps(FITTED | {"context_tokens": 1_000_000}), encoding="utf-8")
+    assert plan_of(["W5", *fitted]).pool.context_tokens == 32_768, "the workload stays what it is"
+
+
+@pytest.mark.parametrize("wrong", [{"slots": 0}, {"slots": "many"}, {"kv_tokens": None}])
+def test_a_file_with_wrong_sizes_is_refused_by_name(
+    wrong: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "fitted.json"
+    path.write_text(json.dumps(FITTED | wrong), encoding="utf-8")
+    assert main(["W5", "--fitted", str(path)]) == 1
+    said = capsys.readouterr().err
+    assert "--fitted" in said and next(iter(wrong)) in said
 
 
 def test_a_prompt_longer_than_a_prefill_batch_does_not_wait_for_an_empty_engine() -> None:
