@@ -53,7 +53,7 @@ def test_figures_of_an_epoch_worked_out_by_hand() -> None:
         dispatches=5,
         handle_seconds=0.0004,
     )
-    limit = Limit(10.0, 5.0, 8.0, 0.5, 3.5)
+    limit = Limit(10.0, 5.0, 8.0, 0.5, 3.5, hit_lru=0.25)
     assert figures("fifo", Workload.of("w", ()), 3, 1, record, limit, [MACHINE] * 2) == Figures(
         arm="fifo",
         workload="w",
@@ -64,6 +64,7 @@ def test_figures_of_an_epoch_worked_out_by_hand() -> None:
         reward_p99_seconds=0.5,  # the query that came in the first ten seconds does not count
         prefix_hit=round(80 / 220, 4),
         prefix_hit_ceiling=0.5,
+        prefix_hit_lru=0.25,
         imbalance=1.5,
         reusable_over_bound=1.5,
         background_over_bound=None,
@@ -105,9 +106,9 @@ def test_the_command_prints_a_table_and_a_line_per_epoch(capsys: pytest.CaptureF
     ]
     keys = (
         "arm workload seed epoch makespan_over_bound critical_over_bound reward_p99_seconds prefix_hit prefix_hit_ceiling "
-        "imbalance"
+        "prefix_hit_lru imbalance"
     )
-    assert list(lines[0])[:10] == keys.split()
+    assert list(lines[0])[:11] == keys.split()
     assert all(one["makespan_over_bound"] >= 1.0 for one in lines)
     assert "makespan / bound" in out and "gap closed" in out
     assert main([*flags, "--json"]) == 0
@@ -144,6 +145,21 @@ def test_a_file_of_requests_is_served(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main([str(path), "--engines", "2", "--json"]) == 0
     (figures_of,) = [json.loads(one) for one in capsys.readouterr().out.splitlines()]
     assert figures_of["workload"] == "trace.jsonl" and figures_of["prefix_hit"] > 0.5
+    assert figures_of["prefix_hit_lru"] is None, "memory for every prompt"
+
+
+def test_of_a_file_that_is_larger_than_the_memory_the_hit_of_that_memory_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three prompts of one block in turn, in room for two of them: each is forgotten just before it comes again."""
+    path = tmp_path / "trace.jsonl"
+    lines = [
+        {"timestamp": 1_000 * n, "input_length": 512, "output_length": 1, "hash_ids": [n % 3]} for n in range(6)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    assert main([str(path), "--engines", "1", "--kv-tokens", "1024", "--json"]) == 0
+    (figures_of,) = [json.loads(one) for one in capsys.readouterr().out.splitlines()]
+    assert (figures_of["prefix_hit_ceiling"], figures_of["prefix_hit_lru"]) == (round(496 / 1024, 4), 0.0)
 
 
 # engines ---------------------------------------------------------------------------------------------------------------
