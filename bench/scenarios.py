@@ -65,7 +65,7 @@ class Scenario:
                     larger = replace(traffic, groups=traffic.groups * scale)
                     items += larger.draw(seed, limits, step=step, epoch=epoch, needed_by_step=needed)
                 case RewardTraffic():
-                    more = replace(traffic, per_second=traffic.per_second * scale)
+                    more = replace(traffic, queries=traffic.queries * scale)
                     items += more.draw(seed, limits, step=step, epoch=epoch, needed_by_step=needed)
                 case SessionTraffic():
                     wider = replace(traffic, tasks=traffic.tasks * scale)
