@@ -41,11 +41,6 @@ class LogNormal:
                 f"range is {self.low_tokens}..{self.high_tokens} tokens; it must start at 1 or more and not end before"
             )
 
-    @property
-    def median_tokens(self) -> float:
-        """Median before clipping."""
-        return math.exp(self.mu)
-
     def capped(self, high_tokens: int) -> LogNormal:
         """The same lengths, clipped at `high_tokens` too. Raises ValueError when that leaves nothing of the range."""
         if high_tokens < self.low_tokens:
