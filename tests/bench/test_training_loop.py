@@ -9,6 +9,7 @@ import pytest
 from rolloutd.bench import training_loop
 from rolloutd.bench.arms import ARMS
 from rolloutd.bench.bounds import EngineShape, workload_bound
+from rolloutd.bench.ceiling import groups_hit_ceiling
 from rolloutd.bench.simulated import UPDATE_SECONDS, Epochs
 from rolloutd.bench.training_loop import TRAIN_SECONDS, TrainingLoop, loop_bound_seconds, loop_figures
 from rolloutd.bench.virtual_core import Core
@@ -45,6 +46,9 @@ def test_a_synchronous_step_waits_for_all_of_its_rollouts_trains_and_publishes(a
     assert figures.makespan_over_bound is not None and figures.makespan_over_bound > 1.0
     assert figures.idle_ratio is not None and figures.idle_ratio_least is not None
     assert 0.0 < figures.idle_ratio_least < figures.idle_ratio < 1.0
+    prompts = [item.prompt_tokens for step in range(2) for item in loop.workload(step).items[::8]]
+    assert figures.prefix_hit_ceiling == pytest.approx(groups_hit_ceiling(prompts, 8, 16), abs=1e-4)
+    assert figures.prefix_hit is not None and figures.prefix_hit <= figures.prefix_hit_ceiling
     if isinstance(core, Scheduler):
         core.check()
 
