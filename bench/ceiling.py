@@ -6,7 +6,6 @@ Invariants
   floor((P - 1) / page) pages served from cache (SGLang matches up to the last token but one, then cuts to whole pages).
 - Only earlier prompts serve later ones, and the turn before serves the next with its output; hits across policy versions are
   not counted.
-
 - The cache with a bound (`lru_prefix_tokens`) holds pages of prompts, none of outputs, and forgets the end of a prefix before its
   beginning. It takes prompts in the order they arrive in, so it says how much memory there is for reuse; a schedule with
   another order may hit more.

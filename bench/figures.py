@@ -31,8 +31,9 @@ class Figures:
     critical_over_bound: end of the last critical rollout that is no reward query, in bounds of the critical work alone.
     reward_p99_seconds: from submission to result, of queries submitted after the first `REWARD_WARM_UP_SECONDS`.
     prefix_hit_lru: what one cache as large as the pool's, that forgets the least recently used, would serve in order of arrival; None
-    where that is no less than the ceiling. imbalance: most output tokens on one engine over their mean. reusable_over_bound, background_over_bound: end of the last of
-    that class, in bounds of the whole. session_mean_seconds: from the start to the end of a session's last turn.
+    where that is no less than the ceiling. imbalance: most output tokens on one engine over their mean. reusable_over_bound,
+    background_over_bound: end of the last of that class, in bounds of the whole. session_mean_seconds: from the start to the end
+    of a session's last turn.
     session_over_alone: mean end of sessions over the mean of what each would take alone, with its cache. used: share of the
     pool's decode capacity that the output took. prefill_share: of engine time. moves: dispatches per rollout, less one.
     Of training loops: idle_ratio, share of time in which nothing trains, and its least by the bound; samples_per_second, those
