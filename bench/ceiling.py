@@ -78,9 +78,7 @@ def cacheable_prefix_tokens(prompts: Sequence[bytes], page_size_tokens: int) -> 
     return cached
 
 
-def lru_prefix_tokens(
-    prompts: Sequence[bytes], page_size_tokens: int, capacity_tokens: int
-) -> npt.NDArray[np.int64]:
+def lru_prefix_tokens(prompts: Sequence[bytes], page_size_tokens: int, capacity_tokens: int) -> npt.NDArray[np.int64]:
     """For each prompt, in arrival order, the tokens that one cache of `capacity_tokens` would serve; shape (n,).
 
     A prompt makes all its pages the most recent ones. Of a prompt larger than the cache its beginning stays. Raises ValueError

@@ -162,9 +162,7 @@ def loop_figures(arm: str, name: str, seed: int, loop: TrainingLoop, machines: S
         makespan_over_bound=round(loop.seconds / bound_seconds, DIGITS),
         critical_over_bound=None if off else round(fmean(over), DIGITS),
         prefix_hit=round(sum(one.cached_tokens for one in records) / sum(one.prompt_tokens for one in records), DIGITS),
-        prefix_hit_ceiling=round(
-            loop_hit_ceiling(workloads, min(one.page_size_tokens for one in machines)), DIGITS
-        ),
+        prefix_hit_ceiling=round(loop_hit_ceiling(workloads, min(one.page_size_tokens for one in machines)), DIGITS),
         imbalance=round(max(tokens.values()) * len(machines) / sum(tokens.values()), DIGITS),
         makespan_seconds=round(loop.seconds, DIGITS),
         bound_seconds=round(bound_seconds, DIGITS),

@@ -140,7 +140,11 @@ def test_a_bounded_cache_that_is_large_enough_is_the_endless_one(prompts: list[l
 
 def test_what_is_least_recent_is_forgotten_its_end_first() -> None:
     long, other = packed([1, 1, 2, 2, 3, 3]), packed([7, 7, 8, 8])
-    assert lru_prefix_tokens([long, other, long], 2, 8).tolist() == [0, 0, 4]  # its last page had to go, and serves nothing
+    assert lru_prefix_tokens([long, other, long], 2, 8).tolist() == [
+        0,
+        0,
+        4,
+    ]  # its last page had to go, and serves nothing
     assert lru_prefix_tokens([long, other, long], 2, 6).tolist() == [0, 0, 2]
     assert lru_prefix_tokens([long, long], 2, 4).tolist() == [0, 4], "of one that is too large the beginning stays"
     assert lru_prefix_tokens([long, other, long, other], 2, 4).tolist() == [0, 0, 0, 0]

@@ -153,9 +153,7 @@ def test_of_a_file_that_is_larger_than_the_memory_the_hit_of_that_memory_is_told
 ) -> None:
     """Three prompts of one block in turn, in room for two of them: each is forgotten just before it comes again."""
     path = tmp_path / "trace.jsonl"
-    lines = [
-        {"timestamp": 1_000 * n, "input_length": 512, "output_length": 1, "hash_ids": [n % 3]} for n in range(6)
-    ]
+    lines = [{"timestamp": 1_000 * n, "input_length": 512, "output_length": 1, "hash_ids": [n % 3]} for n in range(6)]
     path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     assert main([str(path), "--engines", "1", "--kv-tokens", "1024", "--json"]) == 0
     (figures_of,) = [json.loads(one) for one in capsys.readouterr().out.splitlines()]

@@ -112,9 +112,7 @@ async def test_busy_is_waited_for_without_a_breaker(
     assert max(result.attempts for result in results.values()) > 3, "the engine was never busy"
 
 
-async def test_an_engine_that_starts_late(
-    sim: MakeSim, started: list[Rolloutd], random: np.random.Generator
-) -> None:
+async def test_an_engine_that_starts_late(sim: MakeSim, started: list[Rolloutd], random: np.random.Generator) -> None:
     engine = sim(start=False)
     server = Rolloutd([engine.url], "--vocabulary-size", "32000")
     started.append(server)

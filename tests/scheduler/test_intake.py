@@ -120,9 +120,7 @@ ROOMY = engine(context_tokens=CONTEXT)
         (1, CONTEXT, False),
     ],
 )
-def test_an_over_long_request_is_answered_at_once(
-    prompt_tokens: int, max_new_tokens: int, accepted: bool
-) -> None:
+def test_an_over_long_request_is_answered_at_once(prompt_tokens: int, max_new_tokens: int, accepted: bool) -> None:
     bench = Bench(ROOMY)
     (answer,) = bench.submit(spec("a", prompt_tokens, max_new_tokens=max_new_tokens))
     if accepted:

@@ -377,7 +377,7 @@ def order_of(settings: SchedulerConfig, *waiting: RolloutSpec, **run: Any) -> li
     """The order in which they are dispatched that came a second apart, where one rollout may run at a time."""
     bench = Bench(engine(slots=8, kv_capacity_tokens=8_192), settings=settings)
     bench.configure(**run)
-    bench.budget(max_running_rollouts=1)
+    bench.budget(max_rollouts=1)
     bench.run(spec("first"))
     for one in waiting:
         bench.tick(1.0)
@@ -405,7 +405,7 @@ def test_under_simple_the_emptiest_engine_is_the_one_with_siblings_too() -> None
 
 def test_under_simple_age_alone_orders_a_class() -> None:
     simple = settings_of("simple")
-    large_first = spec("large", 3_000), spec("small")
+    large_first = spec("large", 3_000, stratum="a"), spec("small", stratum="b")
     assert order_of(simple, *large_first) == ["large", "small"]
     strata = [spec(f"{stratum}{n}", stratum=stratum) for stratum in "ab" for n in range(4)]
     names = [one.rollout_id for one in strata]
