@@ -74,6 +74,21 @@ def test_a_later_step_is_reusable_until_it_is_due_and_every_tenth_repeats() -> N
     assert loop.workload(8).items[0].prompt_bytes != loop.workload(0).items[0].prompt_bytes
 
 
+def test_vectors_of_the_steps() -> None:
+    """Seed 0: the first step is Q1's of that seed, the tenth has its prompts and other samples."""
+    loop = TrainingLoop(Epochs(_core("fifo"), [MACHINE]), 0, 32_000, steps=10, off=False)
+    drawn = [loop.workload(step) for step in (0, 1, 9)]
+    drawn.append(training_loop.BACKGROUND.draw(0, 32_000, step=1))
+    assert [
+        (
+            one.rollouts,
+            sum(item.prompt_tokens for item in one.items),
+            sum(item.output_tokens for item in one.items),
+        )
+        for one in drawn
+    ] == [(512, 82184, 854260), (512, 77232, 933628), (512, 82184, 815057), (80, 26834, 539218)]
+
+
 def test_the_bound_of_a_loop() -> None:
     shapes = [EngineShape(TimingModel(), 16, 200_000, 16, stalls=True)] * 8
     steps = [training_loop.Q1.draw(0, 32_000, step=step) for step in range(3)]
