@@ -123,6 +123,10 @@ bench-index: $(STAMP) ## what the prefix index costs at a million pages; the las
 bench-kv-events: $(STAMP) ## what following the engines' KV events costs per block; the last line is JSON (10 seconds)
 	$(call BENCH,kv-events,kv_events_cost)
 
+.PHONY: bench-http
+bench-http: $(STAMP) ## what our HTTP client to the engines saves beside aiohttp, per POST; the last line is JSON (1 minute)
+	$(call BENCH,http,http_cost)
+
 .PHONY: bench-overhead
 bench-overhead: $(STAMP) $(CORE_BUILD) ## what the server costs next to sglang-router; the last line is JSON (3 minutes; QUICK=1: a look)
 	$(call BENCH,overhead,overhead $(if $(QUICK),--quick))

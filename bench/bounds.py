@@ -8,9 +8,8 @@
     b*_r  = min(slots_r, C_r / c)      c = sum (U_i * L_i + L_i^2 / 2) / sum L, the mean context held by a decode step
 
 L output tokens, P prompt tokens, U the part of P that an infinite cache would not serve, tau(b) seconds per decode step
-with b running, v prefill tokens per second, C KV tokens. Source: WORKLOADS D.2, written for engines that may differ;
-for equal ones it is D.2, except that siblings hold their common prompt once (U for P in the memory terms), without
-which the bound would overstate what a shared prompt needs.
+with b running, v prefill tokens per second, C KV tokens. Engines may differ. Siblings hold their common prompt
+once (U for P in the memory terms): otherwise the bound would overstate what a shared prompt needs.
 
 Invariants
 - Every term alone is a lower bound where caches are cold at the start, tau is convex in b, and each output token takes

@@ -1,4 +1,4 @@
-"""`rolloutd calibrate URL`: how fast one real engine is, as the curve that `rolloutd simulate --fitted FILE` runs on.
+"""`rolloutd calibrate URL`: how fast one real engine is, as the curve that `rolloutd simulate --fitted FILE` runs on, and its sizes.
 
     decode    b sequences at a time that ignore their end, b = 1, 2, 4, ...: seconds per token while all of them run, fitted by
               base + growth x b and by base x (1 + growth x sqrt(b)); the curve that fits better is taken

@@ -1,12 +1,16 @@
-"""The best prefix hit a set of prompts allows: one cache that holds everything and never forgets.
+"""The best prefix hit a set of prompts allows: one cache that holds everything and never forgets. And beside it what is left of
+that where the cache is only so large and forgets what was least recently used.
 
 Invariants
 - Hits are whole pages, and at least the last prompt token is always computed: a prompt of P tokens can have at most
   floor((P - 1) / page) pages served from cache (SGLang matches up to the last token but one, then cuts to whole pages).
 - Only earlier prompts serve later ones, and the turn before serves the next with its output; hits across policy versions are
   not counted.
+- The cache with a bound (`lru_prefix_tokens`) holds pages of prompts, none of outputs, and forgets the end of a prefix before its
+  beginning. It takes prompts in the order they arrive in, so it says how much memory there is for reuse; a schedule with
+  another order may hit more.
 
-What this module does not know: cache sizes, eviction, engines, placement.
+What this module does not know: engines, placement.
 
 Pages are told apart by a 64-bit hash of the whole prefix up to their end, not by their tokens: with n distinct pages
 the chance of one false match is about n^2 / 2^65 (3e-8 for a million). The tests hold it against a twin without hashes.
@@ -14,7 +18,8 @@ the chance of one false match is about n^2 / 2^65 (3e-8 for a million). The test
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +35,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 def group_hit_ceiling(prompt_tokens: int, samples: int, page_size_tokens: int, engines_used: int = 1) -> float:
     """Share of a group's prompt tokens that can be cached when its siblings share nothing with other groups.
 
-    (1 - r/G) * floor((P - 1) / page) * page / P, WORKLOADS D.3 with the last token computed: for P = 240, page 16,
+    (1 - r/G) * floor((P - 1) / page) * page / P, as the last token is always computed: for P = 240, page 16,
     G = 8 that is 7/8 * 224/240. `engines_used` is r, the engines over which the group is split. In [0, 1).
     """
     _check_page(page_size_tokens)
@@ -61,12 +66,7 @@ def cacheable_prefix_tokens(prompts: Sequence[bytes], page_size_tokens: int) -> 
     whole: set[bytes] = set()
     pages: set[int] = set()
     for position, prompt in enumerate(prompts):
-        tokens, rest = divmod(len(prompt), TOKEN_BYTES)
-        if rest or not tokens:
-            raise ValueError(
-                f"prompt {position} has {len(prompt)} bytes; it needs one or more whole tokens of {TOKEN_BYTES} bytes"
-            )
-        servable_pages = (tokens - 1) // page_size_tokens
+        servable_pages = _servable_pages(position, prompt, page_size_tokens)
         if prompt in whole:
             cached[position] = servable_pages * page_size_tokens
             continue
@@ -75,6 +75,35 @@ def cacheable_prefix_tokens(prompts: Sequence[bytes], page_size_tokens: int) -> 
         held = _held_pages(ends, pages)
         pages.update(ends[held:])
         cached[position] = min(held, servable_pages) * page_size_tokens
+    return cached
+
+
+def lru_prefix_tokens(prompts: Sequence[bytes], page_size_tokens: int, capacity_tokens: int) -> npt.NDArray[np.int64]:
+    """For each prompt, in arrival order, the tokens that one cache of `capacity_tokens` would serve; shape (n,).
+
+    A prompt makes all its pages the most recent ones. Of a prompt larger than the cache its beginning stays. Raises ValueError
+    as `cacheable_prefix_tokens`, and for a cache without a page.
+    """
+    _check_page(page_size_tokens)
+    capacity_pages = capacity_tokens // page_size_tokens
+    if capacity_pages < 1:
+        raise ValueError(f"capacity_tokens is {capacity_tokens}; it must be at least one page of {page_size_tokens}")
+    cached = np.zeros(len(prompts), dtype=np.int64)
+    pages: dict[int, None] = {}  # least recent first
+    newest = b""  # whose pages are the most recent ones already
+    for position, prompt in enumerate(prompts):
+        servable_pages = _servable_pages(position, prompt, page_size_tokens)
+        ends = _prefix_hashes(prompt, page_size_tokens)
+        cached[position] = min(_held_pages(ends, pages), servable_pages) * page_size_tokens
+        if prompt == newest:
+            continue
+        newest = prompt
+        # Its end first, so that no page is more recent than one before it.
+        for end in reversed(ends):
+            pages.pop(end, None)
+            pages[end] = None
+        for end in list(islice(pages, max(0, len(pages) - capacity_pages))):
+            del pages[end]
     return cached
 
 
@@ -114,7 +143,29 @@ def workload_hit_ceiling(workload: Workload, page_size_tokens: int) -> float:
     return cached / prompts
 
 
-def _held_pages(ends: list[int], pages: set[int]) -> int:
+def workload_lru_hit(workload: Workload, page_size_tokens: int, capacity_tokens: int) -> float | None:
+    """Share of all prompt tokens that one cache of `capacity_tokens` would serve, in [0, 1).
+
+    None for a workload with sessions: when their later turns arrive is up to the schedule.
+    """
+    if workload.sessions or not workload.items:
+        return None
+    prompts = [item.prompt_bytes for item in workload.items]
+    cached = int(lru_prefix_tokens(prompts, page_size_tokens, capacity_tokens).sum())
+    return cached / sum(item.prompt_tokens for item in workload.items)
+
+
+def _servable_pages(position: int, prompt: bytes, page_size_tokens: int) -> int:
+    """Pages of a prompt that may come from a cache: all but the one with its last token."""
+    tokens, rest = divmod(len(prompt), TOKEN_BYTES)
+    if rest or not tokens:
+        raise ValueError(
+            f"prompt {position} has {len(prompt)} bytes; it needs one or more whole tokens of {TOKEN_BYTES} bytes"
+        )
+    return (tokens - 1) // page_size_tokens
+
+
+def _held_pages(ends: list[int], pages: Collection[int]) -> int:
     """How many leading pages are in `pages`. A held page implies all before it, so bisection is exact."""
     low, high = 0, len(ends)
     while low < high:

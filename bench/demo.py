@@ -124,7 +124,7 @@ def _about(fleet: Fleet) -> str:
     pace = "real time" if fleet.time_scale == 1 else f"{fleet.time_scale:g} simulated seconds pass in a real one"
     return (
         f"each step: {shape.critical.groups} prompts x {shape.critical.samples} = {critical} critical rollouts for {slots} slots, "
-        f"beside {reusable} reusable, {background} background and about {shape.reward.per_second * shape.reward.seconds:.0f} "
+        f"beside {reusable} reusable, {background} background and {shape.reward.queries} "
         f"reward queries; {pace}"
     )
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from statistics import fmean, stdev
 
 from rolloutd.bench.bounds import EngineShape, bound, workload_bound
-from rolloutd.bench.ceiling import workload_hit_ceiling
+from rolloutd.bench.ceiling import workload_hit_ceiling, workload_lru_hit
 from rolloutd.bench.metrics import RolloutRecord, percentile
 from rolloutd.bench.simulated import EpochRecord
 from rolloutd.bench.workload import Kind, Workload
@@ -30,8 +30,10 @@ class Figures:
 
     critical_over_bound: end of the last critical rollout that is no reward query, in bounds of the critical work alone.
     reward_p99_seconds: from submission to result, of queries submitted after the first `REWARD_WARM_UP_SECONDS`.
-    imbalance: most output tokens on one engine over their mean. reusable_over_bound, background_over_bound: end of the last of
-    that class, in bounds of the whole. session_mean_seconds: from the start to the end of a session's last turn.
+    prefix_hit_lru: what one cache as large as the pool's, that forgets the least recently used, would serve in order of arrival; None
+    where that is no less than the ceiling. imbalance: most output tokens on one engine over their mean. reusable_over_bound,
+    background_over_bound: end of the last of that class, in bounds of the whole. session_mean_seconds: from the start to the end
+    of a session's last turn.
     session_over_alone: mean end of sessions over the mean of what each would take alone, with its cache. used: share of the
     pool's decode capacity that the output took. prefill_share: of engine time. moves: dispatches per rollout, less one.
     Of training loops: idle_ratio, share of time in which nothing trains, and its least by the bound; samples_per_second, those
@@ -47,6 +49,7 @@ class Figures:
     reward_p99_seconds: float | None = None
     prefix_hit: float | None = None
     prefix_hit_ceiling: float | None = None
+    prefix_hit_lru: float | None = None
     imbalance: float | None = None
     reusable_over_bound: float | None = None
     background_over_bound: float | None = None
@@ -76,6 +79,7 @@ class Limit:
     critical_seconds: float | None
     hit_ceiling: float
     session_seconds: float | None  # mean over sessions, each alone
+    hit_lru: float | None = None  # with the pool's memory, None where it does not bind
 
     @classmethod
     def of(cls, workload: Workload, machines: Sequence[MachineConfig]) -> Limit:
@@ -88,13 +92,16 @@ class Limit:
         critical = workload_bound(workload, shapes, Kind.CRITICAL).seconds if has_critical else None
         page = min(shape.page_size_tokens for shape in shapes)
         whole = workload_bound(workload, shapes)
+        ceiling = workload_hit_ceiling(workload, page)
+        lru = workload_lru_hit(workload, page, sum(one.capacity_tokens for one in machines))
         alone = [bound((), shapes, [one]).longest_alone_seconds for one in workload.sessions]
         return cls(
             whole_seconds=whole.seconds,
             decode_work_seconds=whole.decode_work_seconds,
             critical_seconds=critical,
-            hit_ceiling=workload_hit_ceiling(workload, page),
+            hit_ceiling=ceiling,
             session_seconds=fmean(alone) if alone else None,
+            hit_lru=lru if lru is not None and lru < ceiling else None,
         )
 
 
@@ -133,6 +140,7 @@ def figures(
         reward_p99_seconds=_rounded(percentile(rewards, 99)),
         prefix_hit=_ratio(cached_tokens, prompt_tokens),
         prefix_hit_ceiling=_rounded(limit.hit_ceiling),
+        prefix_hit_lru=_rounded(limit.hit_lru),
         imbalance=_ratio(max(tokens) * len(machines), sum(tokens)) if tokens else None,
         reusable_over_bound=_ratio(ends[Kind.REUSABLE], whole),
         background_over_bound=_ratio(ends[Kind.BACKGROUND], whole),
@@ -174,8 +182,8 @@ def over_seeds(lines: Iterable[Figures]) -> dict[tuple[str, str, int], dict[str,
 def gap_closed(lines: Sequence[Figures], arm: str, workload: str, epoch: int) -> Spread | None:
     """Share of the gap between FIFO with late binding and oracle longest-first that an arm closes, over seeds.
 
-    By makespan. The two are taken from their own first epoch: they learn nothing. None where a seed lacks one of the three. A
-    seed with a gap of less than `LEAST_GAP` bounds says nothing and is left out.
+    By makespan, all three in the same epoch. None where a seed lacks one of them. A seed with a gap of less than `LEAST_GAP`
+    bounds says nothing and is left out.
     """
     by_arm = {
         (line.arm, line.seed, line.epoch): line.makespan_over_bound for line in lines if line.workload == workload

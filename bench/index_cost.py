@@ -2,8 +2,8 @@
 
 How the figures are taken
 - `match_us`: 4,096 known tokens through `segments`, in distinct queries in random order, so neither the query nor its path is
-  in a near cache. Versions are looked up newest first until one covers the query, as PROTOTYPES has it; the clock runs over
-  all of them. `match_dict_us` is the same through `match`, `match_one_engine_us` with `hits_on` for one engine,
+  in a near cache. Versions are looked up newest first until one covers the query; the clock runs over all
+  of them. `match_dict_us` is the same through `match`, `match_one_engine_us` with `hits_on` for one engine,
   `match_partial_us` where the query leaves the known path at a random page. `compare_us` compares a query with its pieces in
   a list and does nothing else: what this machine, as busy as it is, asks for the bytes alone.
 - `insert_us`: 56 new pages behind a random page of a known path, at the memory bound, so that it evicts. `..._with_room` does
@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 Figures = dict[str, object]
 
 ROUNDS = 7
-QUERIES = 400  # as in PROTOTYPES: 13 MB of queries and what they are compared with; more of them measure the memory
+QUERIES = 400  # 13 MB of queries and what they are compared with; more of them measure the memory
 MATCH_ROUNDS = 4  # per round of the others: a match changes nothing, and takes a tenth of the time
 OPERATIONS = 100  # per round; few, so that the rounds leave even a tenth of a shape mostly as it was
 SWEEP_REPEATS = 3

@@ -20,7 +20,7 @@ import numpy.typing as npt
 Tokens = npt.NDArray[np.int64]
 
 # Share of the variance of the log-length that lies between prompts; the rest lies between samples of one prompt.
-# WORKLOADS C.3: 64.8 : 26.1, from TailSieve's decomposition.
+# 64.8 : 26.1 in TailSieve's decomposition of reasoning lengths.
 BETWEEN_PROMPTS_SHARE = 0.71
 
 
@@ -40,11 +40,6 @@ class LogNormal:
             raise ValueError(
                 f"range is {self.low_tokens}..{self.high_tokens} tokens; it must start at 1 or more and not end before"
             )
-
-    @property
-    def median_tokens(self) -> float:
-        """Median before clipping."""
-        return math.exp(self.mu)
 
     def capped(self, high_tokens: int) -> LogNormal:
         """The same lengths, clipped at `high_tokens` too. Raises ValueError when that leaves nothing of the range."""

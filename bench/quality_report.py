@@ -26,6 +26,7 @@ HEADINGS = {
     "reward_p99_seconds": "reward p99 s",
     "prefix_hit": "hit",
     "prefix_hit_ceiling": "its ceiling",
+    "prefix_hit_lru": "with its memory",
     "imbalance": "imbalance",
     "reusable_over_bound": "reusable / bound",
     "background_over_bound": "background / bound",

@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print the lines of JSON only")
     options = parser.parse_args(argv)
     try:
-        timing = TimingModel() if options.fitted is None else read_fitted(options.fitted)
+        timing = TimingModel() if options.fitted is None else read_fitted(options.fitted).timing
         with options.log.open(encoding="utf-8") as lines:
             entries = list(read_entries(lines, options.log.name))
         wanted = {"replayed": options.config} | ({"against": options.against} if options.against is not None else {})

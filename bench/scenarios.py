@@ -1,7 +1,7 @@
 """The named workloads: what arrives, and the engines it is meant for.
 
     Q1 to Q4    8 engines of 16 slots, flat decode curve: maths, long prompts, mixed classes, agents
-    W1 to W6    the families of the project's workload notes, on larger engines
+    W1 to W6    further families, on larger engines
     a file      one request per line in Mooncake's format (`bench.mooncake`)
 
 Q5, the training loop, is `bench.training_loop`.
@@ -65,7 +65,7 @@ class Scenario:
                     larger = replace(traffic, groups=traffic.groups * scale)
                     items += larger.draw(seed, limits, step=step, epoch=epoch, needed_by_step=needed)
                 case RewardTraffic():
-                    more = replace(traffic, per_second=traffic.per_second * scale)
+                    more = replace(traffic, queries=traffic.queries * scale)
                     items += more.draw(seed, limits, step=step, epoch=epoch, needed_by_step=needed)
                 case SessionTraffic():
                     wider = replace(traffic, tasks=traffic.tasks * scale)
@@ -133,7 +133,7 @@ Q3 = Scenario(
 )
 Q4 = Scenario("Q4", "agents, 32 tasks x 4 sessions, tools between turns", (AGENTS,), kv_tokens=100_000)
 
-# One engine of the W series is one H200 with a model of 8B (W2, W4) or 7B (W3, W6): its KV by WORKLOADS D.1.
+# One engine of the W series is one H200 with a model of 8B (W2, W4) or 7B (W3, W6): the KV tokens that fit beside the weights.
 SCENARIOS: dict[str, Scenario] = {
     scenario.name: scenario
     for scenario in (

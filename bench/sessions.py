@@ -34,7 +34,7 @@ from rolloutd.bench.workload import (
 
 SAMPLING_SEEDS = 2**31
 
-# WORKLOADS C.3, "W3 tool mix", measured on AgentCgroup: shares of calls, seconds of each as logs of log-normals.
+# As measured on software agents (AgentCgroup): shares of calls, seconds of each as logs of log-normals.
 BASH_SHARE = 0.504
 BASH_QUICK_SHARE = 0.42
 BASH_QUICK = (-2.887, 1.170)

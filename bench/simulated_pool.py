@@ -23,6 +23,17 @@ MOST_ENGINES = 4_096
 
 
 @dataclass(frozen=True, slots=True)
+class FittedEngine:
+    """A real engine, as `rolloutd calibrate` found it: its speed, and its sizes by its own word."""
+
+    timing: TimingModel
+    slots: int
+    kv_tokens: int
+    page_size_tokens: int
+    context_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Pool:
     """One machine per engine."""
 
@@ -35,7 +46,7 @@ class Pool:
 
 def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags that replace what a workload is meant for."""
-    group = parser.add_argument_group("engines (the workload's own where not given)")
+    group = parser.add_argument_group("engines (the fitted engine's own where not given, or the workload's)")
     group.add_argument("--engines", type=int, metavar="N")
     group.add_argument("--slots", type=int, metavar="N", help="sequences that run at a time, per engine")
     group.add_argument("--kv-tokens", type=int, metavar="N", help="KV cache, per engine")
@@ -45,24 +56,32 @@ def add_pool_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--slowdowns", metavar="F,F,...", help="factors on the time of each engine in turn, such as 1,1,1,2 (1)"
     )
-    group.add_argument("--fitted", type=Path, metavar="FILE", help="speeds measured by `rolloutd calibrate`")
+    group.add_argument("--fitted", type=Path, metavar="FILE", help="an engine measured by `rolloutd calibrate`")
     group.add_argument(
         "--stream-interval", type=int, default=32, metavar="N", help="tokens between two reports of an engine (32)"
     )
 
 
 def pool_of(options: argparse.Namespace, engines: int, slots: int, kv_tokens: int, context_tokens: int) -> Pool:
-    """The engines that the flags ask for, over these defaults. Raises ConfigError."""
+    """The engines that the flags ask for, over those of `--fitted`, over these defaults. Raises ConfigError.
+
+    The context is part of the workload: a fitted engine makes it shorter where it can hold no more, and never longer.
+    """
     count = engines if options.engines is None else options.engines
     if not 1 <= count <= MOST_ENGINES:
         raise ConfigError(f"--engines: {count} must be between 1 and {MOST_ENGINES}")
+    default = MachineConfig(slots=slots, kv_tokens=kv_tokens, context_tokens=context_tokens)
+    if options.fitted is not None:
+        fitted = read_fitted(options.fitted)
+        default = _machine_of(fitted, min(context_tokens, fitted.context_tokens))
     try:
-        machine = MachineConfig(
-            slots=slots if options.slots is None else options.slots,
-            kv_tokens=kv_tokens if options.kv_tokens is None else options.kv_tokens,
-            context_tokens=context_tokens if options.context_tokens is None else options.context_tokens,
+        machine = replace(
+            default,
+            slots=default.slots if options.slots is None else options.slots,
+            kv_tokens=default.kv_tokens if options.kv_tokens is None else options.kv_tokens,
+            context_tokens=default.context_tokens if options.context_tokens is None else options.context_tokens,
             stream_interval=options.stream_interval,
-            timing=_timing(options),
+            timing=_timing(options, default.timing),
             write_tokens=False,
         )
         factors = [1.0] if options.slowdowns is None else [float(one) for one in options.slowdowns.split(",")]
@@ -75,10 +94,20 @@ def pool_of(options: argparse.Namespace, engines: int, slots: int, kv_tokens: in
     return Pool(machines)
 
 
-def _timing(options: argparse.Namespace) -> TimingModel:
-    timing = TimingModel()
-    if options.fitted is not None:
-        timing = read_fitted(options.fitted)
+def _machine_of(fitted: FittedEngine, context_tokens: int) -> MachineConfig:
+    try:
+        return MachineConfig(
+            slots=fitted.slots,
+            kv_tokens=fitted.kv_tokens,
+            page_size_tokens=fitted.page_size_tokens,
+            context_tokens=context_tokens,
+            timing=fitted.timing,
+        )
+    except ValueError as error:
+        raise ConfigError(f"--fitted: {error}") from None
+
+
+def _timing(options: argparse.Namespace, timing: TimingModel) -> TimingModel:
     if options.curve is not None:
         timing = replace(timing, curve=options.curve, base_seconds=None, growth=None)
     if options.prefill_tokens_per_second is not None:
@@ -86,15 +115,20 @@ def _timing(options: argparse.Namespace) -> TimingModel:
     return timing
 
 
-def read_fitted(path: Path) -> TimingModel:
+def read_fitted(path: Path) -> FittedEngine:
     """What `rolloutd calibrate` wrote. Raises ConfigError for a file that is not that, OSError for one that cannot be read."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-        return TimingModel(
+        timing = TimingModel(
             curve=fields["curve"],
             prefill_tokens_per_second=fields["prefill_tokens_per_second"],
             base_seconds=fields["base_seconds"],
             growth=fields["growth"],
         )
+        sizes = {name: fields[name] for name in ("slots", "kv_tokens", "page_size_tokens", "context_tokens")}
+        for name, size in sizes.items():
+            if not isinstance(size, int):
+                raise ValueError(f"{name} is {size!r}; it must be a whole number")
+        return FittedEngine(timing, **sizes)
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"--fitted: {path} is not what `rolloutd calibrate` writes: {error}") from None

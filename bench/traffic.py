@@ -1,4 +1,4 @@
-"""Draws one kind of traffic: groups that share a prompt, or a Poisson stream of reward queries.
+"""Draws one kind of traffic: groups that share a prompt, or reward queries at random times.
 
 Invariants
 - Same traffic, seed, step and epoch: same items. Another epoch keeps the prompts and their difficulty, and renews the
@@ -83,14 +83,15 @@ class GroupTraffic:
 
 @dataclass(frozen=True, slots=True)
 class RewardTraffic:
-    """Short queries that the trainer waits for, arriving as a Poisson process over `seconds`.
+    """`queries` short queries that the trainer waits for, each at a uniformly random time within `seconds`: a Poisson process of
+    which the number is given.
 
     Outputs are uniform in 1..max_output_tokens. No two queries share a prompt.
     """
 
     name: str
     stratum: str
-    per_second: float
+    queries: int
     seconds: float
     prompt: LogNormal
     max_output_tokens: int
@@ -98,12 +99,11 @@ class RewardTraffic:
     def draw(
         self, seed: int, limits: Limits, *, step: int, epoch: int = 0, needed_by_step: int | None = None
     ) -> list[Item]:
-        """Items of one step in arrival order; their number is Poisson too. Raises ValueError when they cannot fit."""
+        """Items of one step in arrival order. Raises ValueError when they cannot fit."""
         cap = min(self.max_output_tokens, limits.max_output_tokens or self.max_output_tokens)
         prompt = self.prompt.capped(limits.context_tokens - cap)
         rng = stream(seed, self.name, step, epoch)
-        count = int(rng.poisson(self.per_second * self.seconds))
-        # Given their number, the arrivals of a Poisson process are uniform.
+        count = self.queries
         arrivals = np.sort(rng.uniform(0.0, self.seconds, count))
         prompt_lengths = prompt.draw(rng, count)
         output_lengths = rng.integers(1, cap + 1, size=count)

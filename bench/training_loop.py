@@ -22,6 +22,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from rolloutd.bench.bounds import EngineShape, workload_bound
+from rolloutd.bench.ceiling import workload_hit_ceiling
 from rolloutd.bench.figures import Figures
 from rolloutd.bench.scenarios import Q1, Scenario
 from rolloutd.bench.simulated import UPDATE_SECONDS, Epochs, Served
@@ -129,6 +130,16 @@ def loop_bound_seconds(workloads: Sequence[Workload], engines: Sequence[EngineSh
     return max(work + rest, begun)
 
 
+def loop_hit_ceiling(workloads: Sequence[Workload], page_size_tokens: int) -> float:
+    """Share of the steps' prompt tokens that an endless cache would serve which a policy version empties, in [0, 1).
+
+    What a step shares with an earlier one counts as computed anew: between the two that have common prompts weights were published.
+    """
+    tokens = [sum(item.prompt_tokens for item in workload.items) for workload in workloads]
+    hits = [workload_hit_ceiling(workload, page_size_tokens) for workload in workloads]
+    return sum(hit * count for hit, count in zip(hits, tokens, strict=True)) / sum(tokens)
+
+
 def loop_figures(arm: str, name: str, seed: int, loop: TrainingLoop, machines: Sequence[MachineConfig]) -> Figures:
     """Of a loop that has run; `makespan_over_bound` is that of the whole loop, `critical_over_bound` the mean over its steps."""
     shapes = [EngineShape(one.timing, one.slots, one.kv_tokens, one.page_size_tokens, stalls=True) for one in machines]
@@ -151,6 +162,7 @@ def loop_figures(arm: str, name: str, seed: int, loop: TrainingLoop, machines: S
         makespan_over_bound=round(loop.seconds / bound_seconds, DIGITS),
         critical_over_bound=None if off else round(fmean(over), DIGITS),
         prefix_hit=round(sum(one.cached_tokens for one in records) / sum(one.prompt_tokens for one in records), DIGITS),
+        prefix_hit_ceiling=round(loop_hit_ceiling(workloads, min(one.page_size_tokens for one in machines)), DIGITS),
         imbalance=round(max(tokens.values()) * len(machines) / sum(tokens.values()), DIGITS),
         makespan_seconds=round(loop.seconds, DIGITS),
         bound_seconds=round(bound_seconds, DIGITS),

@@ -1,7 +1,7 @@
 """Virtual time: the production core against simulated engines, as fast as the machine allows.
 
 `Simulation` plays the server: it hands events to `Scheduler.handle`, turns actions into calls on engines and engines' reports
-into events, each `latency_seconds` later, and jumps to whatever is due next. `run_workload` plays a trainer on top of it.
+into events, each `latency_seconds` later, and jumps to whatever is due next. Who plays a trainer on top of it: `simulated`.
 
 Invariants
 - Deterministic: the same scheduler seed, engines and calls give the same actions at the same times.
@@ -9,46 +9,24 @@ Invariants
   due, one Tick, as the server does.
 - Between two of its instants nothing changes. Times are whole nanoseconds.
 
-What this module does not know: wall time (but for the optional cost meter of `run_workload`), gRPC, HTTP.
+What this module does not know: wall time, gRPC, HTTP.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-import random
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
-from rolloutd.bench.metrics import RolloutRecord
 from rolloutd.bench.virtual_core import Core
-from rolloutd.bench.virtual_engine import Report, SimEngine, VirtualEngine
-from rolloutd.bench.workload import Item, Workload
-from rolloutd.engines.sim.config import MachineConfig
-from rolloutd.engines.sim.tokens import Finish, expected_output
-from rolloutd.scheduler.actions import Abort, Action, Control, Deliver, Dispatch, Finished
-from rolloutd.scheduler.config import SchedulerConfig
-from rolloutd.scheduler.events import (
-    AcknowledgeResults,
-    AttachConsumer,
-    AttemptFailed,
-    ControlFailed,
-    Event,
-    JoinEngine,
-    ReportStep,
-    SubmitRollouts,
-    Tick,
-)
-from rolloutd.scheduler.machine import Scheduler
-from rolloutd.scheduler.result import RolloutResult
-from rolloutd.scheduler.spec import Acknowledgement, RolloutSpec, StepReport
-from rolloutd.scheduler.states import FaultKind, Outcome, RolloutClass, TaskType, TrainerState
+from rolloutd.bench.virtual_engine import Report, VirtualEngine
+from rolloutd.scheduler.actions import Abort, Action, Control, Deliver, Dispatch
+from rolloutd.scheduler.events import AttemptFailed, ControlFailed, Event, JoinEngine, Tick
+from rolloutd.scheduler.states import FaultKind
 
 LATENCY_SECONDS = 0.001  # one way between server and engine: a local network and an event loop's turn
 LOAD_PERIOD_SECONDS = 1.0
 TIME_DIGITS = 9
-ROLLOUTS_PER_EVENT = 64  # of one submission, as the server cuts a message
 # Ticks at one instant before we say that the core spins: far above what the batch limit makes of a full queue.
 MAX_TICKS_AT_ONCE = 10_000
 
@@ -229,166 +207,3 @@ class Simulation:
 
 def _ignore(_: object) -> None:
     return None
-
-
-# a trainer that submits a workload -------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class WorkloadRun:
-    """What came of a workload: one record per item in its order, and what the core cost.
-
-    ended_seconds: when the last one ended. handle_seconds: wall seconds inside `Scheduler.handle`, over `events` calls.
-    """
-
-    records: list[RolloutRecord]
-    ended_seconds: float
-    handle_seconds: float
-    events: int
-    outcomes: dict[Outcome, int] = field(default_factory=dict)
-
-    @property
-    def handle_microseconds_per_rollout(self) -> float:
-        return self.handle_seconds * 1e6 / max(1, len(self.records))
-
-
-def run_workload(
-    workload: Workload,
-    engines: Sequence[MachineConfig],
-    config: SchedulerConfig,
-    seed: int,
-    *,
-    trainer_state: TrainerState = TrainerState.WAITING,
-    latency_seconds: float = LATENCY_SECONDS,
-    prepare: Callable[[Simulation], None] | None = None,
-) -> WorkloadRun:
-    """Submit each item at its arrival, as the trainer of one run that is in `trainer_state`, until everything has ended.
-
-    prepare: called before the first submission, to watch the simulation, set budgets or plan faults.
-    """
-    simulation = Simulation(Scheduler(config, random.Random(seed), 0.0), latency_seconds=latency_seconds)
-    cost = _CostMeter(simulation)
-    trainer = _Trainer(simulation, workload, engines[0])
-    for number, machine in enumerate(engines):
-        simulation.add_engine(SimEngine(f"engine-{number}", machine))
-    simulation.send(AttachConsumer(trainer.run_id, trainer.consumer_id))
-    step = max((item.needed_by_step for item in workload.items if item.needed_by_step is not None), default=0)
-    simulation.send(ReportStep(trainer.run_id, StepReport(step=step, trainer_state=trainer_state)))
-    if prepare is not None:
-        prepare(simulation)
-    trainer.plan()
-    simulation.run(stop=lambda: not trainer.waiting)
-    if trainer.waiting:
-        raise AssertionError(f"{len(trainer.waiting)} rollouts never ended, among them {next(iter(trainer.waiting))}")
-    return WorkloadRun(
-        list(trainer.records.values()), simulation.now, cost.seconds, simulation.events_handled, trainer.outcomes
-    )
-
-
-class _CostMeter:
-    """Wall seconds spent in `Scheduler.handle`."""
-
-    def __init__(self, simulation: Simulation) -> None:
-        self.seconds = 0.0
-        self._handle = simulation.handle
-        simulation.handle = self._measured
-
-    def _measured(self, event: Event, now: float) -> list[Action]:
-        started = time.perf_counter()
-        actions = self._handle(event, now)
-        self.seconds += time.perf_counter() - started
-        return actions
-
-
-class _Trainer:
-    """One consumer of one run: submits, checks what comes back, acknowledges at once."""
-
-    run_id = "run"
-    consumer_id = "trainer"
-
-    def __init__(self, simulation: Simulation, workload: Workload, engine: MachineConfig) -> None:
-        self._simulation = simulation
-        self._engine = engine
-        self._items = {item.rollout_id: item for item in workload.items}
-        self._group_sizes: dict[str, int] = {}
-        for item in workload.items:
-            if item.group_id:
-                self._group_sizes[item.group_id] = self._group_sizes.get(item.group_id, 0) + 1
-        self.records = {
-            item.rollout_id: RolloutRecord(item.kind, round(item.arrival_seconds, TIME_DIGITS))
-            for item in workload.items
-        }
-        self.waiting = set(self._items)
-        self.outcomes: dict[Outcome, int] = {}
-        simulation.connect(self.run_id, self.consumer_id, self._receive)
-        simulation.observers.append(self._note_starts)
-
-    def plan(self) -> None:
-        """Put every arrival into the calendar; what arrives together goes in one message, cut as the server cuts it."""
-        by_time: dict[float, list[Item]] = {}
-        for item in self._items.values():
-            by_time.setdefault(item.arrival_seconds, []).append(item)
-        for seconds, items in by_time.items():
-            for start in range(0, len(items), ROLLOUTS_PER_EVENT):
-                specs = tuple(self._specs(items[start : start + ROLLOUTS_PER_EVENT]))
-                event = SubmitRollouts(self.run_id, self.consumer_id, specs)
-                self._simulation.at(seconds, lambda event=event: _ignore(self._simulation.send(event)))  # type: ignore[misc]
-
-    def _specs(self, items: Iterable[Item]) -> Iterable[RolloutSpec]:
-        for item in items:
-            yield RolloutSpec(
-                rollout_id=item.rollout_id,
-                token_bytes=item.prompt_bytes,
-                seeds=(item.sampling_seed,),
-                rollout_class=RolloutClass[item.work_class.name],
-                task_type=TaskType[item.task_type.name],
-                group_id=item.group_id,
-                group_size=self._group_sizes.get(item.group_id, 0),
-                session_id=item.session_id,
-                turn=item.turn,
-                stratum=item.stratum,
-                needed_by_step=item.needed_by_step,
-                max_new_tokens=item.max_new_tokens,
-                sampling={"custom_params": {"end_at_tokens": item.prompt_tokens + item.output_tokens}},
-            )
-
-    def _note_starts(self, event: Event, actions: list[Action]) -> None:
-        for action in actions:
-            if isinstance(action, Dispatch):
-                record = self.records[action.rollout_id]
-                if record.started_seconds is None:
-                    record.started_seconds = self._simulation.now
-
-    def _receive(self, delivery: Deliver) -> None:
-        if not isinstance(delivery.event, Finished):
-            return
-        result = delivery.event.result
-        record = self.records[result.rollout_id]
-        self.outcomes[result.outcome] = self.outcomes.get(result.outcome, 0) + 1
-        if result.outcome is Outcome.COMPLETED:
-            record.deliveries += 1
-            if record.deliveries == 1:
-                record.delivered_seconds = self._simulation.now
-                record.prompt_tokens = result.prompt_tokens
-                record.cached_tokens = result.cached_tokens
-            record.wrong_tokens += self._wrong_tokens(self._items[result.rollout_id], result)
-        self.waiting.discard(result.rollout_id)
-        acknowledge = AcknowledgeResults(
-            self.run_id, self.consumer_id, (Acknowledgement(result.rollout_id, used=record.deliveries > 0),)
-        )
-        self._simulation.at(self._simulation.now, lambda: _ignore(self._simulation.send(acknowledge)))
-
-    def _wrong_tokens(self, item: Item, result: RolloutResult) -> int:
-        """Tokens that differ from the engine's function, missing and extra ones included."""
-        expected = expected_output(
-            item.prompt_bytes,
-            item.max_new_tokens,
-            sampling_seed=item.sampling_seed,
-            end_at_tokens=item.prompt_tokens + item.output_tokens,
-            weight_version=self._engine.weight_version,
-            model=self._engine.model,
-        )
-        got = memoryview(result.token_bytes).cast("I").tolist()
-        wrong = sum(a != b for a, b in zip(got, expected.tokens, strict=False)) + abs(len(got) - len(expected.tokens))
-        ended_as_it_should = result.finish_reason == expected.finish.kind
-        return wrong + (not ended_as_it_should and expected.finish != Finish("length"))

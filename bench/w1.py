@@ -15,7 +15,7 @@ from rolloutd.bench.lengths import LogNormal
 from rolloutd.bench.traffic import GroupTraffic, RewardTraffic
 from rolloutd.bench.workload import Limits, WorkClass, Workload
 
-# WORKLOADS C.3, W1: 64 prompts x 8 per step; the output fits P50 1,160 and P90 4,115.
+# GRPO on maths: 64 prompts x 8 per step; the output fits a median of 1,160 and a P90 of 4,115.
 MATH = GroupTraffic(
     name="math",
     work_class=WorkClass.CRITICAL,
@@ -50,11 +50,11 @@ ESSAY = GroupTraffic(
     output=LogNormal(8.6, 0.85, 1, 24_576),
 )
 
-# Reward queries of 1-10 tokens; 5/s over 60 s is 300 on average.
+# Reward queries of 1-10 tokens, 5 a second.
 REWARD = RewardTraffic(
     name="reward",
     stratum="reward",
-    per_second=5.0,
+    queries=300,
     seconds=60.0,
     prompt=LogNormal(6.5, 0.5, 16, 8_192),
     max_output_tokens=10,
@@ -79,7 +79,7 @@ SMALL_DEMO = DemoShape(
     critical=replace(MATH, groups=8),
     reusable=replace(AGENT, groups=4, head_tokens=256, prompt=LogNormal(4.0, 0.6, 16, 512)),
     background=replace(ESSAY, groups=2),
-    reward=replace(REWARD, per_second=1.0, seconds=8.0, prompt=LogNormal(5.0, 0.5, 16, 512)),
+    reward=replace(REWARD, queries=8, seconds=8.0, prompt=LogNormal(5.0, 0.5, 16, 512)),
 )
 
 

@@ -1,6 +1,6 @@
 """A thin HTTP/1.1 client to one server: pooled connections, answers handed over as they arrive.
 
-Why not a whole HTTP library: `python -m rolloutd.bench.http_cost` measures one POST /generate with 2,048
+Why not a whole HTTP library: `make bench-http` measures one POST /generate with 2,048
 (16,384) prompt tokens and its streamed answer at 22 (40) us of CPU here and 143 (154) us with aiohttp, on two shared
 cores; that is as much as all the rest of a rollout's way through the server may cost.
 

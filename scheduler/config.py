@@ -1,6 +1,6 @@
 """Settings of the core: one frozen tree, defaults and limits in one place. The server fills it from file, environment, flags.
 
-Sources: DESIGN defaults of the service's configuration table; the rest are starting values whose reason stands beside them.
+Values without a reason beside them are those that users were promised, or plain round starting values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class QueueSettings:
     short_quantum: int = 8  # short dispatches in a row while long work waits
     long_quantum: int = 2  # long dispatches in a row while short work waits
     max_defer_seconds: float = 5.0  # REUSABLE held for a prefix somebody computes
-    leader_timeout_seconds: float = 20.0  # siblings stop waiting for their leader's first token
+    leader_timeout_seconds: float = 20.0  # siblings stop waiting for their leader's first token, or for its engine
     min_shared_tokens: int = 32  # prefixes shorter than this are not worth waiting for
     spare_duplicates: bool = True  # what no engine has goes before what another one has: `scoring/duplicate.py`
     place_groups: bool = True  # siblings apart where prefill is cheap, together where it is dear: `grouping.py`

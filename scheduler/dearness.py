@@ -18,7 +18,7 @@ CHEAP_PREFILL: Final = 0.005
 
 
 def dearness(entry: Entry, engine: Engine) -> float:
-    """rho of WORKLOADS B.3, clipped: seconds to compute this prompt over the engine time that decoding one output takes.
+    """Seconds to compute this prompt over the engine time that decoding one output takes.
 
     An output of L tokens takes L x seconds per token, shared with the others of its batch. 1 before speeds are known.
     """

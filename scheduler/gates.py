@@ -67,7 +67,9 @@ class Space:
                 self._free_kv = float(capacity - engine.kv_claimed_tokens)
                 self._unpressed_kv = settings.kv_watermark * capacity - engine.kv_claimed_tokens
                 # What the engine would let wait is not sent; long work leaves some room for short work.
-                self._continuation_fits = engine.promises.room_tokens(capacity, facts.page_tokens)
+                self._continuation_fits = engine.promises.room_tokens(
+                    capacity, facts.page_tokens, settings.headroom_tokens
+                )
                 self._fits = self._continuation_fits - min(SHORT_ROOM_TOKENS, capacity // SHORT_ROOM_PART)
 
     def gate(self, entry: Entry) -> tuple[Gate, int]:

@@ -14,7 +14,8 @@ Invariants
 - Counts are of live attempts, by run, prompt and engine; `check()` of the core re-derives them.
 - Turns of sessions and interrupted rollouts do not wait: others are not their siblings (`homing.py` has turns).
 - Nobody waits who is owed a floor, or whose deadline or time in the queue could end with it.
-- Members of one entry wait no longer than `LONGEST_WAIT_SECONDS` together, nor for an engine that would not take it if it had a slot.
+- Members of one entry wait no longer than `scheduler.leader_timeout_seconds` together (beyond it the estimate was wrong), nor for an
+  engine that would not take it if it had a slot.
 
 What this module does not know: scores, and who else may have the slot.
 """
@@ -30,7 +31,6 @@ from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.states import RolloutClass
 from rolloutd.scheduler.world import World
 
-LONGEST_WAIT_SECONDS: Final = 20.0  # as `scheduler.leader_timeout_seconds`: beyond it the estimate was wrong
 MOST_HOMES: Final = 4  # engines with the prompt that are looked at
 
 
@@ -76,7 +76,7 @@ def waits(world: World, entry: Entry, engine: Engine, missing_tokens: int) -> bo
         return False
     again = missing_tokens / rate * (1 + engine.slots_used)
     wait = len(entry.members) * entry.expected_tokens * pace / engine.facts.slots
-    return wait < again and within(world, entry, LONGEST_WAIT_SECONDS)
+    return wait < again and within(world, entry, world.config.queue.leader_timeout_seconds)
 
 
 def within(world: World, entry: Entry, patience_seconds: float) -> bool:

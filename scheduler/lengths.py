@@ -1,8 +1,8 @@
 """How long outputs will be: what a prompt's finished and running rollouts say about those that still wait.
 
 Model: log-lengths of a task type and stratum are normal; 71 % of their variance lies between prompts, 29 % between samples
-of one prompt (WORKLOADS B.5 and C.3). A prompt's log-mean has its kind's distribution as its prior. A finished rollout is an
-observation; one that has written g tokens is an observation cut off at g, imputed by its conditional mean
+of one prompt. A prompt's log-mean has its kind's distribution as its prior. A finished rollout is an observation; one that
+has written g tokens is an observation cut off at g, imputed by its conditional mean
 
     E[x | x > a] = m + s * phi(z) / (1 - Phi(z)),  z = (a - m) / s
 

@@ -1,5 +1,10 @@
 """Samples that are not on their way any more, and who is let in for them: see `staleness`.
 
+Invariants
+- A sample leaves the window at most once: `in_window` is false from then on.
+- Whatever makes room lets in who waits, one after the other, until the one that goes first does not fit.
+- Of the samples of a trainer that was replaced only those that still run stay on their way.
+
 What this module does not know: when a group may be let in; `staleness.Window` says.
 """
 

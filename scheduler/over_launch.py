@@ -21,7 +21,7 @@ from rolloutd.scheduler.states import Outcome
 from rolloutd.scheduler.views import OverLaunchView
 
 QUINTILES: Final = 5
-BUCKETS_PER_DOUBLING: Final = 4  # 19 % wide: finer than a quintile of any length distribution of WORKLOADS C.3
+BUCKETS_PER_DOUBLING: Final = 4  # 19 % wide: finer than a quintile of the lengths that rollouts have
 MOST_BUCKETS: Final = 32 * BUCKETS_PER_DOUBLING
 
 

@@ -4,6 +4,11 @@ STABLE needs `cold_start_steps` trainer steps and, where a threshold is set, an 
 only when the entropy rises above threshold x (1 + band). Parameters move linearly over `phase_ramp_steps`. Without entropy
 reports the mean of minus log-prob of recent rollouts stands in; where there is neither, steps alone decide.
 
+Invariants
+- `blend` stays in [0, 1] and moves towards the phase, by steps that were not reported before: a report that is repeated or late
+  moves it only where there is no ramp.
+- STABLE is left through entropy alone, so never where no threshold is set.
+
 What this module does not know: what the parameters are used for.
 """
 

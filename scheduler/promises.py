@@ -25,7 +25,6 @@ CLIPPED_TOKENS: Final = 4096
 FIRST_SHARE: Final = 0.7
 LAST_SHARE: Final = 0.7 * 0.14
 SHARE_DECAY_STEPS: Final = 600
-UNREPORTED_TOKENS: Final = 64  # what a rollout may have written since its last report; as `budget.headroom_tokens`
 
 
 def needed_tokens(prompt_tokens: int, output_tokens: int, page_tokens: int) -> int:
@@ -96,18 +95,23 @@ class Promises:
         if not self.count:
             self.longest_tokens = 0
 
-    def fits(self, prompt_tokens: int, output_tokens: int, capacity_tokens: int, page_tokens: int) -> bool:
-        """Whether the engine would let one more in now. An empty one always does."""
+    def fits(
+        self, prompt_tokens: int, output_tokens: int, capacity_tokens: int, page_tokens: int, unreported_tokens: int
+    ) -> bool:
+        """Whether the engine would let one more in now. An empty one always does. See `room_tokens`."""
         if not self.count:
             return True
         needed = needed_tokens(prompt_tokens, output_tokens, page_tokens)
-        return needed < self.room_tokens(capacity_tokens, page_tokens)
+        return needed < self.room_tokens(capacity_tokens, page_tokens, unreported_tokens)
 
-    def room_tokens(self, capacity_tokens: int, page_tokens: int) -> float:
-        """What is neither held nor promised; one more must need less than this, unless the engine is empty."""
+    def room_tokens(self, capacity_tokens: int, page_tokens: int, unreported_tokens: int) -> float:
+        """What is neither held nor promised; one more must need less than this, unless the engine is empty.
+
+        unreported_tokens: that a rollout may have written since its last report.
+        """
         share = self.share
         promised = self.full_tokens + share * self.part_tokens + self.count * page_tokens
-        unreported = (1.0 - share) * min(self.part_tokens, self.part_count * UNREPORTED_TOKENS)
+        unreported = (1.0 - share) * min(self.part_tokens, self.part_count * unreported_tokens)
         return capacity_tokens - self.held_tokens - promised - unreported
 
     @property

@@ -18,7 +18,7 @@ from typing import Any
 from rolloutd.scheduler.config import SchedulerConfig
 from rolloutd.server.preset import PRESETS
 
-# Section name in a file -> field of SchedulerConfig. "scheduler" is the queue's section: DESIGN's table names it so.
+# Section name in a file -> field of SchedulerConfig. A file says "scheduler" for the queue.
 CORE_SECTIONS: Mapping[str, str] = {
     "scheduler": "queue",
     "weights": "weights",

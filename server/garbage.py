@@ -1,9 +1,9 @@
 """When the garbage collector may look at everything: when nobody waits for the event loop.
 
 A full collection walks every container the process holds: tens of milliseconds beside a large index or queue, during which
-no rollout moves (PROTOTYPES.md: 40 ms with 100,000 queued, none after a freeze). Almost all garbage here is freed by its
-reference count; collections of the youngest generation, a few milliseconds, find most of the rest. What the compiled core makes
-most of is not looked at (`mypyc_attr(acyclic=True)`): each has many neighbours, and looking at one is a cache miss.
+no rollout moves (40 ms with 100,000 queued; none after a freeze). Almost all garbage here is freed by its reference count;
+collections of the youngest generation, a few milliseconds, find most of the rest. What the compiled core makes most of is not
+looked at (`mypyc_attr(acyclic=True)`): each has many neighbours, and looking at one is a cache miss.
 
 Invariants
 - The interpreter starts no collection but those of the youngest generation by itself between `start()` and `stop()`.

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from rolloutd.scheduler.actions import Accepted, Deliver, Notice, Progressed
 from rolloutd.scheduler.refusal import Refusal
 
-# One message should be small enough that the loop is not held while it is built (PROTOTYPES.md: events cut at ~256).
+# One message should be small enough that the loop is not held while it is built.
 MAX_EVENTS_PER_MESSAGE = 256
 # Unsent answers at which the stream stops reading requests: the client does not take what it asked for.
 PAUSE_ANSWERS = 4096

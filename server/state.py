@@ -1,5 +1,10 @@
 """What the services share: the run loop, the engines, and what this server says about itself.
 
+Invariants
+- Draining is never taken back.
+- `instance_id`, `version` and the offset to Unix time are those of this process from its start to its end.
+- Nothing here changes the core: it is asked for views, and each is of the moment it is asked for.
+
 What this module does not know: any single RPC.
 """
 

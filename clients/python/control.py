@@ -2,7 +2,11 @@
 
 Answers are the contract's own messages (rolloutd.v1), whose field comments say units and what zero means; keyword arguments are
 named as the fields they set, and one that is left out stays unset. Every method raises Refused (or Unauthorized, Fenced) for
-the server's "no" and ServerUnavailable when nobody answers; all of them are safe to repeat. What this does not know: the stream.
+the server's "no" and ServerUnavailable when nobody answers; all of them are safe to repeat.
+
+Invariants: nothing is kept here between two calls but the open connection; a call that lacks one, or the name of the run that it is
+about, raises before anything is sent (ClientClosed, ValueError); lists are whole, whatever the size of the server's pages.
+What this does not know: the stream.
 """
 
 import asyncio

@@ -9,6 +9,9 @@ All blocking clients of a process share one event loop in one daemon thread, bec
 process; an asyncio client in another loop of the same process is therefore refused when it is opened (and the other way
 round). Usable from several threads. Calls block the calling thread only; they are refused inside the shared loop itself (in
 `on_notice` or `on_progress`), where they would wait for themselves. Interrupting a call (Ctrl-C) cancels it.
+
+Invariants: coroutines of the asyncio client run in the shared loop and nowhere else; the loop is started once, and never stopped;
+what is here keeps no state but the asyncio object it wraps. What this does not know: what the verbs do.
 """
 
 import asyncio

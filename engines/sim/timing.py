@@ -17,7 +17,7 @@ Curve = Literal["flat", "steep"]
 CURVES: tuple[str, ...] = get_args(Curve)
 
 # Decode step of b sequences. Flat: memory-bound, a whole batch costs little more than one sequence; steep: each further
-# sequence is felt. Both are the curves the workload notes of this project are computed with.
+# sequence is felt. `rolloutd calibrate` measures an engine's own.
 FLAT_BASE_SECONDS = 0.007
 FLAT_PER_SEQUENCE_SECONDS = 0.000045
 STEEP_BASE_SECONDS = 0.006

@@ -21,8 +21,6 @@ from rolloutd.engines.sim.config import MachineConfig
 from rolloutd.engines.sim.request import Frame, SimRequest
 from rolloutd.engines.sim.tokens import FIRST_ORDINARY_TOKEN, Sampling, as_array, score
 
-_MAX_TOKEN_ID = (1 << 32) - 1
-
 
 class ContractError(Exception):
     """The body is not of the contract's form: 400 `{"error": "<text>"}` whether streaming or not."""

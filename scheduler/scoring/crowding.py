@@ -12,7 +12,7 @@ from typing import Final
 
 from rolloutd.scheduler.scoring.facts import Facts
 
-SPREAD_BELOW: Final = 0.1  # WORKLOADS B.3: below it a prefix is not worth staying together for
+SPREAD_BELOW: Final = 0.1  # of dearness; below it a prefix is not worth staying together for
 CROWD: Final = 4  # siblings that count as the worst
 
 

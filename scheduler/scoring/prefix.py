@@ -3,7 +3,7 @@
     prefix = (hit - common) / prompt x dearness
 
 Credit is marginal: what every open engine holds attracts nobody. Dearness is the cost of one prefill of this prompt over
-the decode cost of one rollout (WORKLOADS B.3's rho, clipped): where prefill is cheap, balance matters more than reuse.
+the decode cost of one rollout (`dearness`): where prefill is cheap, balance matters more than reuse.
 """
 
 from __future__ import annotations

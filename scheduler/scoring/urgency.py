@@ -1,6 +1,6 @@
 """Urgency of the training step: how much later the step ends if this waits.
 
-With a deadline: 1 - slack / HORIZON_SECONDS, where slack = deadline - now - expected running time (WORKLOADS B.12).
+With a deadline: 1 - slack / HORIZON_SECONDS, where slack = deadline - now - expected running time.
 Without one, for CRITICAL work: ln(worst) / ln(LONGEST_TOKENS), where worst is what the rollout may still write at worst: a step
 ends with its slowest rollout, so what may take longest goes first. The scale is fixed, so keys made at different times compare.
 For other classes (1 + that) / (2 x steps until needed), so the nearest step goes first and in it what may take longest. Where

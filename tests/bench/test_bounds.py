@@ -36,7 +36,7 @@ class Cliff:
         return 0.01 if running_rollouts <= 4 else 0.1
 
 
-# The flat curve of WORKLOADS D.6.
+# The default (flat) curve of the simulated engine.
 ENGINE = EngineShape(Affine(), slots=16, kv_capacity_tokens=200_000, page_size_tokens=16)
 
 

@@ -84,7 +84,9 @@ async def test_an_engine_is_measured_and_its_file_read_again(curve: Any, tmp_pat
     path = tmp_path / "fitted.json"
     path.write_text(json.dumps(asdict(fitted)), encoding="utf-8")
     again = read_fitted(path)
-    assert again.decode_step_seconds(5) == pytest.approx(timing.decode_step_seconds(5), rel=1e-6)
+    assert again.timing.decode_step_seconds(5) == pytest.approx(timing.decode_step_seconds(5), rel=1e-6)
+    sizes = (again.slots, again.kv_tokens, again.page_size_tokens, again.context_tokens)
+    assert sizes == (INFO.max_running_rollouts, INFO.kv_capacity_tokens, INFO.page_size_tokens, INFO.context_tokens)
     assert len(table_of(fitted).rows) == 5
 
 

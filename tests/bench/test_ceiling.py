@@ -7,6 +7,7 @@ from rolloutd.bench.ceiling import (
     cacheable_prefix_tokens,
     group_hit_ceiling,
     groups_hit_ceiling,
+    lru_prefix_tokens,
     prefix_hit_ceiling,
 )
 from rolloutd.bench.w1 import AGENT, MATH
@@ -62,7 +63,7 @@ def test_same_as_the_naive_twin_on_drawn_prompts_with_a_shared_head() -> None:
     [
         (240, 8, 16, 1, 7 / 8 * 224 / 240),  # a whole number of pages: the last one holds the token that is computed
         (241, 8, 16, 1, 7 / 8 * 240 / 241),
-        (156, 8, 64, 1, 7 / 8 * 128 / 156),  # 71.8 %, WORKLOADS D.3
+        (156, 8, 64, 1, 7 / 8 * 128 / 156),  # 71.8 %
         (100_001, 16, 1, 1, 15 / 16 * 100_000 / 100_001),
         (240, 8, 16, 4, 1 / 2 * 224 / 240),
         (240, 8, 16, 8, 0.0),
@@ -104,6 +105,51 @@ def test_the_same_tokens_at_another_place_are_no_hit() -> None:
     two_pages = [packed([1] * 4 + [2] * 4 + [9]), packed([2] * 4 + [1] * 4 + [9])]
     assert cacheable_prefix_tokens(two_pages, 4).tolist() == [0, 0]
     assert cacheable_prefix_tokens([packed([1, 2, 9]), packed([2, 1, 9])], 2).tolist() == [0, 0]
+
+
+# a cache with a bound
+
+
+def naive_lru(prompts: list[list[int]], page: int, pages: int) -> list[int]:
+    """Pages by their whole prefix, each with when it was last used; the least recent goes, of equals the longest prefix."""
+    used: dict[tuple[int, ...], tuple[int, int]] = {}
+    cached = []
+    for now, prompt in enumerate(prompts):
+        own = [tuple(prompt[:end]) for end in range(page, len(prompt) + 1, page)]
+        held = [one in used for one in own]
+        leading = held.index(False) if False in held else len(held)
+        cached.append(min(leading, (len(prompt) - 1) // page) * page)
+        used.update({one: (now, -len(one)) for one in own})
+        for one in sorted(used, key=lambda one: used[one])[: max(0, len(used) - pages)]:
+            del used[one]
+    return cached
+
+
+@given(few_ids, st.integers(1, 5), st.integers(1, 12))
+def test_a_bounded_cache_is_the_same_as_its_naive_twin(prompts: list[list[int]], page: int, pages: int) -> None:
+    arrived = [packed(p) for p in prompts]
+    assert lru_prefix_tokens(arrived, page, pages * page).tolist() == naive_lru(prompts, page, pages)
+
+
+@given(few_ids, st.integers(1, 5))
+def test_a_bounded_cache_that_is_large_enough_is_the_endless_one(prompts: list[list[int]], page: int) -> None:
+    arrived = [packed(p) for p in prompts]
+    enough = sum(map(len, prompts)) + page
+    assert lru_prefix_tokens(arrived, page, enough).tolist() == cacheable_prefix_tokens(arrived, page).tolist()
+
+
+def test_what_is_least_recent_is_forgotten_its_end_first() -> None:
+    long, other = packed([1, 1, 2, 2, 3, 3]), packed([7, 7, 8, 8])
+    assert lru_prefix_tokens([long, other, long], 2, 8).tolist() == [
+        0,
+        0,
+        4,
+    ]  # its last page had to go, and serves nothing
+    assert lru_prefix_tokens([long, other, long], 2, 6).tolist() == [0, 0, 2]
+    assert lru_prefix_tokens([long, long], 2, 4).tolist() == [0, 4], "of one that is too large the beginning stays"
+    assert lru_prefix_tokens([long, other, long, other], 2, 4).tolist() == [0, 0, 0, 0]
+    with pytest.raises(ValueError, match="capacity_tokens is 3"):
+        lru_prefix_tokens([long], 4, 3)
 
 
 def test_nothing_and_nonsense() -> None:

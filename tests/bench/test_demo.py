@@ -33,7 +33,7 @@ TINY = DemoShape(
     critical=replace(FULL_DEMO.critical, groups=6, output=SHORT),
     reusable=replace(FULL_DEMO.reusable, groups=4, head_tokens=256, output=SHORT),
     background=replace(FULL_DEMO.background, groups=2, output=LogNormal(9.0, 0.1, 1, 10_000)),
-    reward=replace(FULL_DEMO.reward, per_second=2.0, seconds=5.0),
+    reward=replace(FULL_DEMO.reward, queries=10, seconds=5.0),
 )
 
 

@@ -29,7 +29,7 @@ TINY = DemoShape(
     critical=replace(FULL_DEMO.critical, groups=3, samples=4, output=SHORT),
     reusable=replace(FULL_DEMO.reusable, groups=2, head_tokens=64, output=SHORT),
     background=replace(FULL_DEMO.background, groups=2, output=SHORT),
-    reward=replace(FULL_DEMO.reward, per_second=2.0, seconds=5.0),
+    reward=replace(FULL_DEMO.reward, queries=10, seconds=5.0),
 )
 FLEET = SimFleet(engines=2, slots=4, time_scale=1000.0, limits=LIMITS, shape=TINY, training_seconds=20.0)
 STEPS = 2

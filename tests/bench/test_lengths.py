@@ -27,7 +27,7 @@ def test_variance_of_the_log_splits_as_asked_and_the_marginal_does_not_move(shar
 
 
 def test_w1_output_has_the_published_percentiles() -> None:
-    """WORKLOADS C.3: P50 1,160 and P90 4,115. Mean and p99 are those of the clipped distribution, by integration."""
+    """P50 1,160 and P90 4,115. Mean and p99 are those of the clipped distribution, by integration."""
     lengths = draw(LogNormal(7.056, 0.988, 1, 16_384), 50_000, 8)
     assert np.percentile(lengths, 50) == pytest.approx(1_160, rel=0.02)
     assert np.percentile(lengths, 90) == pytest.approx(4_115, rel=0.02)

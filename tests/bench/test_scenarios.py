@@ -25,11 +25,15 @@ VECTORS = {
     ("Q1", 1): (512, 81688, 1005555, 115.432130, 0.829498),
     ("Q1s", 1): (512, 81688, 782000, 47.220545, 0.829498),
     ("Q2", 1): (512, 4493360, 262441, 19.334193, 0.874068),
-    ("Q3", 0): (976, 1043831, 1120086, 163.724780, 0.674025),
+    ("Q3", 0): (956, 1029633, 1120046, 163.724780, 0.683319),
     ("Q4", 0): (1411, 13680379, 346862, 333.326123, 0.927262),
+    ("W1", 0): (512, 82184, 854260, 98.602625, 0.829943),  # Q1's prompts and outputs, on other engines
     ("W1b", 0): (1024, 161264, 755760, 83.686060, 0.827165),
     ("W2", 0): (1536, 246072, 32413437, 1068.841711, 0.829741),
+    ("W3", 0): (23367, 1012905837, 5917790, 1062.555067, 0.983024),
+    ("W4", 0): (2048, 17085176, 1140073, 50.960812, 0.874122),
     ("W5", 0): (256, 92532, 109648, 14.466110, 0.488653),
+    ("W6", 0): (5734, 290614576, 5159907, 991.425441, 0.985754),
 }
 
 
@@ -47,6 +51,25 @@ def test_vectors(name: str, seed: int) -> None:
         round(workload_bound(workload, shapes).seconds, 6),
         round(workload_hit_ceiling(workload, 16), 6),
     ) == VECTORS[name, seed]
+
+
+@pytest.mark.parametrize("name", ["Q1", "W1", "W4"])
+def test_bound_and_ceiling_of_groups_that_share_nothing_by_their_formula(name: str) -> None:
+    """Work: what is written but the first tokens at full batches, and prompts less what siblings share, on all engines; or the
+    longest rollout alone. No memory binds here.
+    """
+    scenario = SCENARIOS[name]
+    items = scenario.draw(0, VOCABULARY).items
+    alone = max(item.prompt_tokens / 20_000 + item.output_tokens * 0.007045 for item in items)
+    prompts = [item.prompt_tokens for item in items[::8]]
+    computed = sum(tokens + 7 * (tokens - (tokens - 1) // 16 * 16) for tokens in prompts)
+    step_seconds = 0.007 + 0.000045 * scenario.slots
+    written = sum(item.output_tokens - 1 for item in items)
+    work = written * step_seconds / (scenario.engines * scenario.slots) + computed / (scenario.engines * 20_000)
+    rollouts, prompt_tokens, _, bound_seconds, ceiling = VECTORS[name, 0]
+    assert rollouts == len(items)
+    assert bound_seconds == pytest.approx(max(alone, work), abs=1e-5)
+    assert ceiling == pytest.approx(1.0 - computed / prompt_tokens, abs=1e-6)
 
 
 def test_a_second_epoch_has_the_same_prompts_and_other_samples() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from rolloutd.bench.figures import Figures, Limit, figures, gap_closed, over_seeds
 from rolloutd.bench.metrics import RolloutRecord
-from rolloutd.bench.simulate import main
+from rolloutd.bench.simulate import main, plan_of
 from rolloutd.bench.simulated import EpochRecord, Epochs
 from rolloutd.bench.workload import Kind, Workload
 from rolloutd.engines.sim.config import MachineConfig
@@ -53,7 +53,7 @@ def test_figures_of_an_epoch_worked_out_by_hand() -> None:
         dispatches=5,
         handle_seconds=0.0004,
     )
-    limit = Limit(10.0, 5.0, 8.0, 0.5, 3.5)
+    limit = Limit(10.0, 5.0, 8.0, 0.5, 3.5, hit_lru=0.25)
     assert figures("fifo", Workload.of("w", ()), 3, 1, record, limit, [MACHINE] * 2) == Figures(
         arm="fifo",
         workload="w",
@@ -64,6 +64,7 @@ def test_figures_of_an_epoch_worked_out_by_hand() -> None:
         reward_p99_seconds=0.5,  # the query that came in the first ten seconds does not count
         prefix_hit=round(80 / 220, 4),
         prefix_hit_ceiling=0.5,
+        prefix_hit_lru=0.25,
         imbalance=1.5,
         reusable_over_bound=1.5,
         background_over_bound=None,
@@ -105,9 +106,9 @@ def test_the_command_prints_a_table_and_a_line_per_epoch(capsys: pytest.CaptureF
     ]
     keys = (
         "arm workload seed epoch makespan_over_bound critical_over_bound reward_p99_seconds prefix_hit prefix_hit_ceiling "
-        "imbalance"
+        "prefix_hit_lru imbalance"
     )
-    assert list(lines[0])[:10] == keys.split()
+    assert list(lines[0])[:11] == keys.split()
     assert all(one["makespan_over_bound"] >= 1.0 for one in lines)
     assert "makespan / bound" in out and "gap closed" in out
     assert main([*flags, "--json"]) == 0
@@ -144,6 +145,19 @@ def test_a_file_of_requests_is_served(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main([str(path), "--engines", "2", "--json"]) == 0
     (figures_of,) = [json.loads(one) for one in capsys.readouterr().out.splitlines()]
     assert figures_of["workload"] == "trace.jsonl" and figures_of["prefix_hit"] > 0.5
+    assert figures_of["prefix_hit_lru"] is None, "memory for every prompt"
+
+
+def test_of_a_file_that_is_larger_than_the_memory_the_hit_of_that_memory_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three prompts of one block in turn, in room for two of them: each is forgotten just before it comes again."""
+    path = tmp_path / "trace.jsonl"
+    lines = [{"timestamp": 1_000 * n, "input_length": 512, "output_length": 1, "hash_ids": [n % 3]} for n in range(6)]
+    path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
+    assert main([str(path), "--engines", "1", "--kv-tokens", "1024", "--json"]) == 0
+    (figures_of,) = [json.loads(one) for one in capsys.readouterr().out.splitlines()]
+    assert (figures_of["prefix_hit_ceiling"], figures_of["prefix_hit_lru"]) == (round(496 / 1024, 4), 0.0)
 
 
 # engines ---------------------------------------------------------------------------------------------------------------
@@ -163,6 +177,48 @@ def test_fitted_curves() -> None:
     assert TimingModel("steep", base_seconds=0.01, growth=0.5).decode_step_seconds(4) == pytest.approx(0.02)
     with pytest.raises(ValueError, match="base_seconds"):
         TimingModel(base_seconds=0.0)
+
+
+FITTED = {
+    "curve": "flat",
+    "base_seconds": 0.01,
+    "growth": 0.001,
+    "prefill_tokens_per_second": 9_000.0,
+    "slots": 24,
+    "kv_tokens": 60_000,
+    "page_size_tokens": 64,
+    "context_tokens": 8_192,
+}
+
+
+def test_a_fitted_engine_is_simulated_with_its_sizes_where_no_flag_says_otherwise(tmp_path: Path) -> None:
+    path = tmp_path / "fitted.json"
+    path.write_text(json.dumps(FITTED), encoding="utf-8")
+    fitted = ["--fitted", str(path)]
+    (first, *others) = plan_of(["W5", *fitted]).pool.machines
+    assert (first.slots, first.kv_tokens, first.page_size_tokens) == (24, 60_000, 64)
+    assert first.timing.decode_step_seconds(5) == pytest.approx(0.015)
+    assert first.context_tokens == 8_192, "W5 has rollouts of up to 32,768 tokens, the engine holds no more than this"
+    assert others == [first] * 7, "the workload says how many"
+    flags = ["--slots", "8", "--kv-tokens", "90000", "--context-tokens", "7000", "--prefill-tokens-per-second", "1000"]
+    (given, *_) = plan_of(["W5", *fitted, *flags]).pool.machines
+    assert (given.slots, given.kv_tokens, given.page_size_tokens, given.context_tokens) == (8, 90_000, 64, 7_000)
+    assert (given.timing.prefill_tokens_per_second, given.timing.base_seconds) == (1_000.0, 0.01)
+    (plain, *_) = plan_of(["W5"]).pool.machines
+    assert (plain.slots, plain.kv_tokens, plain.page_size_tokens, plain.context_tokens) == (16, 200_000, 16, 32_768)
+    path.write_text(json.dumps(FITTED | {"context_tokens": 1_000_000}), encoding="utf-8")
+    assert plan_of(["W5", *fitted]).pool.context_tokens == 32_768, "the workload stays what it is"
+
+
+@pytest.mark.parametrize("wrong", [{"slots": 0}, {"slots": "many"}, {"kv_tokens": None}])
+def test_a_file_with_wrong_sizes_is_refused_by_name(
+    wrong: dict[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "fitted.json"
+    path.write_text(json.dumps(FITTED | wrong), encoding="utf-8")
+    assert main(["W5", "--fitted", str(path)]) == 1
+    said = capsys.readouterr().err
+    assert "--fitted" in said and next(iter(wrong)) in said
 
 
 def test_a_prompt_longer_than_a_prefill_batch_does_not_wait_for_an_empty_engine() -> None:

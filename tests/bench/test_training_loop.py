@@ -9,6 +9,7 @@ import pytest
 from rolloutd.bench import training_loop
 from rolloutd.bench.arms import ARMS
 from rolloutd.bench.bounds import EngineShape, workload_bound
+from rolloutd.bench.ceiling import groups_hit_ceiling
 from rolloutd.bench.simulated import UPDATE_SECONDS, Epochs
 from rolloutd.bench.training_loop import TRAIN_SECONDS, TrainingLoop, loop_bound_seconds, loop_figures
 from rolloutd.bench.virtual_core import Core
@@ -45,6 +46,9 @@ def test_a_synchronous_step_waits_for_all_of_its_rollouts_trains_and_publishes(a
     assert figures.makespan_over_bound is not None and figures.makespan_over_bound > 1.0
     assert figures.idle_ratio is not None and figures.idle_ratio_least is not None
     assert 0.0 < figures.idle_ratio_least < figures.idle_ratio < 1.0
+    prompts = [item.prompt_tokens for step in range(2) for item in loop.workload(step).items[::8]]
+    assert figures.prefix_hit_ceiling == pytest.approx(groups_hit_ceiling(prompts, 8, 16), abs=1e-4)
+    assert figures.prefix_hit is not None and figures.prefix_hit <= figures.prefix_hit_ceiling
     if isinstance(core, Scheduler):
         core.check()
 
@@ -68,6 +72,21 @@ def test_a_later_step_is_reusable_until_it_is_due_and_every_tenth_repeats() -> N
     assert [a.prompt_bytes for a in loop.workload(9).items] == [a.prompt_bytes for a in loop.workload(0).items]
     assert [a.output_tokens for a in loop.workload(9).items] != [a.output_tokens for a in loop.workload(0).items]
     assert loop.workload(8).items[0].prompt_bytes != loop.workload(0).items[0].prompt_bytes
+
+
+def test_vectors_of_the_steps() -> None:
+    """Seed 0: the first step is Q1's of that seed, the tenth has its prompts and other samples."""
+    loop = TrainingLoop(Epochs(_core("fifo"), [MACHINE]), 0, 32_000, steps=10, off=False)
+    drawn = [loop.workload(step) for step in (0, 1, 9)]
+    drawn.append(training_loop.BACKGROUND.draw(0, 32_000, step=1))
+    assert [
+        (
+            one.rollouts,
+            sum(item.prompt_tokens for item in one.items),
+            sum(item.output_tokens for item in one.items),
+        )
+        for one in drawn
+    ] == [(512, 82184, 854260), (512, 77232, 933628), (512, 82184, 815057), (80, 26834, 539218)]
 
 
 def test_the_bound_of_a_loop() -> None:

@@ -7,13 +7,13 @@ import random
 
 import pytest
 
-from rolloutd.bench.metrics import RolloutRecord
-from rolloutd.bench.virtual import Simulation, run_workload
+from rolloutd.bench.simulated import EpochRecord, Epochs
+from rolloutd.bench.virtual import Simulation
 from rolloutd.bench.virtual_engine import SimEngine
 from rolloutd.bench.w1 import SMALL_DEMO, demo_step
-from rolloutd.bench.workload import Kind, Limits
+from rolloutd.bench.workload import Kind, Limits, Workload
 from rolloutd.engines.sim.config import MachineConfig
-from rolloutd.engines.sim.tokens import Model
+from rolloutd.engines.sim.tokens import Model, expected_output
 from rolloutd.scheduler.actions import Action, Deliver, Dispatch, Finished
 from rolloutd.scheduler.config import SchedulerConfig
 from rolloutd.scheduler.events import (
@@ -146,23 +146,42 @@ def test_a_replay_brings_log_probs_and_no_tokens() -> None:
 # workloads -------------------------------------------------------------------------------------------------------------
 
 
-def run_small(seed: int) -> list[RolloutRecord]:
+def serve_small(seed: int) -> tuple[Workload, EpochRecord, list[RolloutResult]]:
     limits = Limits(vocabulary_size=1_000, context_tokens=1_000, max_output_tokens=64)
     workload = demo_step(seed, limits, shape=SMALL_DEMO)
-    run = run_workload(workload, [MACHINE, MACHINE], SchedulerConfig(), seed)
-    assert run.outcomes == {Outcome.COMPLETED: len(workload.items)} and run.events > len(workload.items)
-    return run.records
+    epochs = Epochs(Scheduler(SchedulerConfig(), random.Random(seed), 0.0), [MACHINE, MACHINE])
+    results: list[RolloutResult] = []
+
+    def watch(event: Event, actions: list[Action]) -> None:
+        results.extend(
+            one.event.result for one in actions if isinstance(one, Deliver) and isinstance(one.event, Finished)
+        )
+
+    epochs.simulation.observers.append(watch)
+    return workload, epochs.run(workload, 0), results
 
 
 def test_a_workload_is_delivered_once_and_whole() -> None:
-    records = run_small(1)
-    assert all(record.deliveries == 1 and record.wrong_tokens == 0 for record in records)
-    assert {record.kind for record in records} == set(Kind)
-    for record in records:
-        assert record.started_seconds is not None and record.delivered_seconds is not None
-        assert record.submitted_seconds <= record.started_seconds < record.delivered_seconds
-    assert sum(record.cached_tokens for record in records) > 0
+    workload, record, results = serve_small(1)
+    assert not record.failed and record.events > workload.rollouts
+    items = {item.rollout_id: item for item in workload.items}
+    assert sorted(one.rollout_id for one in results) == sorted(items)
+    for result in results:
+        item = items[result.rollout_id]
+        expected = expected_output(
+            item.prompt_bytes,
+            item.max_new_tokens,
+            sampling_seed=item.sampling_seed,
+            end_at_tokens=item.prompt_tokens + item.output_tokens,
+            model=MACHINE.model,
+        )
+        assert memoryview(result.token_bytes).cast("I").tolist() == list(expected.tokens)
+    assert {one.kind for one in record.records.values()} == set(Kind)
+    for one in record.records.values():
+        assert one.started_seconds is not None and one.delivered_seconds is not None
+        assert one.submitted_seconds <= one.started_seconds < one.delivered_seconds
+    assert sum(one.cached_tokens for one in record.records.values()) > 0
 
 
 def test_the_same_seed_gives_the_same_records() -> None:
-    assert run_small(1) == run_small(1) != run_small(2)
+    assert serve_small(1)[1].records == serve_small(1)[1].records != serve_small(2)[1].records

@@ -53,7 +53,7 @@ async def test_a_cut_stream_resumes_where_it_was(server: FakeServer) -> None:
     assert set(server.runs_started.values()) == {1}
 
 
-async def test_client_103_a_server_that_lost_its_memory_runs_what_is_unfinished_once(server: FakeServer) -> None:
+async def test_a_server_that_lost_its_memory_runs_what_is_unfinished_once(server: FakeServer) -> None:
     server.finish_at_once = False
     async with connect(server) as client:
         group = asyncio.create_task(client.generate_group([7], samples=4, rollout_id="g", max_new_tokens=1))
@@ -124,7 +124,7 @@ async def test_results_of_an_earlier_life_come_again(server: FakeServer) -> None
         await server.until(lambda: not server.kept_results)
 
 
-async def test_client_97_nobody_waits_for_ever_for_a_dead_server(server: FakeServer, quick_retries: None) -> None:
+async def test_nobody_waits_for_ever_for_a_dead_server(server: FakeServer, quick_retries: None) -> None:
     server.finish_at_once = False
     async with connect(server, reconnect_seconds=0.3, max_unaccepted=3) as client:
         handle = await client.submit([1], max_new_tokens=1)
@@ -154,14 +154,14 @@ async def test_client_97_nobody_waits_for_ever_for_a_dead_server(server: FakeSer
                 await late
 
 
-async def test_client_97_a_server_that_is_not_there(server: FakeServer, quick_retries: None) -> None:
+async def test_a_server_that_is_not_there(server: FakeServer, quick_retries: None) -> None:
     await server.stop()
     with pytest.raises(rolloutd.client.ServerUnavailable, match=server.address):
         async with connect(server, reconnect_seconds=0.2):
             pytest.fail("nobody answered, yet the client is open")
 
 
-async def test_client_97_no_capacity_is_surfaced(server: FakeServer) -> None:
+async def test_no_capacity_is_surfaced(server: FakeServer) -> None:
     noticed: asyncio.Queue[rolloutd.client.Notice] = asyncio.Queue()
     async with connect(server, on_notice=noticed.put_nowait) as client:
         server.notice(v1.NOTICE_KIND_NO_CAPACITY, "all engines are down", 12.0)
@@ -170,7 +170,7 @@ async def test_client_97_no_capacity_is_surfaced(server: FakeServer) -> None:
         assert client.notices == (notice,)
 
 
-async def test_client_103_waiting_for_a_dead_server_keeps_memory_flat(server: FakeServer, quick_retries: None) -> None:
+async def test_waiting_for_a_dead_server_keeps_memory_flat(server: FakeServer, quick_retries: None) -> None:
     attempts = 0
     opened = asyncio.Event()
     goal = 100
@@ -209,7 +209,7 @@ async def test_client_103_waiting_for_a_dead_server_keeps_memory_flat(server: Fa
     assert server.runs_started == {"x": 1}
 
 
-async def test_client_103_unary_calls_outlive_a_restart(server: FakeServer, quick_retries: None) -> None:
+async def test_unary_calls_outlive_a_restart(server: FakeServer, quick_retries: None) -> None:
     async with connect(server) as client:
         await client.get_run()
         await server.stop()

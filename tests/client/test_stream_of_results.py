@@ -85,7 +85,7 @@ async def test_generate_raises_when_the_rollout_did_not_complete(server: FakeSer
         assert failure.value.outcome == "engine_failed" and failure.value.result.rollout_id == "x"
 
 
-async def test_client_93_one_refused_prompt_of_eight_leaves_the_others_alone(server: FakeServer) -> None:
+async def test_one_refused_prompt_of_eight_leaves_the_others_alone(server: FakeServer) -> None:
     async with connect(server) as client:
         handles = [
             await client.submit([] if i == 3 else [i + 1], max_new_tokens=2, rollout_id=f"p{i}") for i in range(8)
@@ -105,7 +105,7 @@ async def test_client_93_one_refused_prompt_of_eight_leaves_the_others_alone(ser
         assert refusal.value.fields == problem.fields
 
 
-async def test_client_102_token_ids_arrive_as_they_were_sent(server: FakeServer) -> None:
+async def test_token_ids_arrive_as_they_were_sent(server: FakeServer) -> None:
     ids = [0, 1, 2**31, 2**32 - 1, 198, 271]
     async with connect(server) as client:
         for prompt in (
@@ -232,7 +232,7 @@ async def test_update_names_what_changes(server: FakeServer) -> None:
     assert request.updates[0].HasField("needed_by_step") and not request.updates[0].HasField("deadline_seconds")
 
 
-async def test_stream_87_prompts_and_results_above_four_megabytes_pass(server: FakeServer) -> None:
+async def test_prompts_and_results_above_four_megabytes_pass(server: FakeServer) -> None:
     prompt = np.arange(1_200_000, dtype=np.uint32)
     async with connect(server) as client:
         result = await client.generate(prompt, max_new_tokens=1)
@@ -247,7 +247,7 @@ async def test_an_id_in_flight_is_not_taken_twice(server: FakeServer) -> None:
             await client.submit([1], max_new_tokens=1, rollout_id="x")
 
 
-async def test_client_99_close_says_goodbye_and_leaves_nothing_behind(server: FakeServer) -> None:
+async def test_close_says_goodbye_and_leaves_nothing_behind(server: FakeServer) -> None:
     before = asyncio.all_tasks()
     async with connect(server) as client:
         await client.submit([1], max_new_tokens=1)

@@ -128,7 +128,7 @@ async def test_another_running_loop_is_no_obstacle(blocking_server: FakeServer) 
         assert client.generate([1], max_new_tokens=1).ok
 
 
-async def test_stream_85_a_second_loop_is_refused_with_the_reason(blocking_server: FakeServer) -> None:
+async def test_a_second_loop_is_refused_with_the_reason(blocking_server: FakeServer) -> None:
     with sync.Client(blocking_server.address, run="r", consumer="c") as client:
         with pytest.raises(rolloutd.client.RolloutdError, match="one loop per process"):
             async with rolloutd.client.connect(blocking_server.address, run="r"):

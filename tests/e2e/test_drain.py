@@ -29,7 +29,7 @@ def probe(target: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-async def test_ops_104_alive_and_accepting_before_the_engine_is_there(
+async def test_alive_and_accepting_before_the_engine_is_there(
     sim: MakeSim, started: list[Rolloutd], random: np.random.Generator
 ) -> None:
     engine = sim(start=False)
@@ -46,7 +46,7 @@ async def test_ops_104_alive_and_accepting_before_the_engine_is_there(
     assert server.terminate() == 0
 
 
-async def test_stream_89_sigterm_in_the_order_that_kubernetes_needs(
+async def test_sigterm_in_the_order_that_kubernetes_needs(
     sim: MakeSim, serve: MakeServer, random: np.random.Generator
 ) -> None:
     """NOT_SERVING, refuse new, finish what runs, deliver, exit 0: and the engine's hook of the manifest waits for all of it."""

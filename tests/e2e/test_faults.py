@@ -76,7 +76,7 @@ async def test_cut_streams(sim: MakeSim, serve: MakeServer, random: np.random.Ge
     assert sum(len(result.spans) > 1 for result in results.values()) >= 6
 
 
-async def test_engine_70_a_hung_engine_does_not_hold_up_the_others(
+async def test_a_hung_engine_does_not_hold_up_the_others(
     sim: MakeSim, serve: MakeServer, random: np.random.Generator
 ) -> None:
     engines = [sim(), sim()]
@@ -95,7 +95,7 @@ async def test_engine_70_a_hung_engine_does_not_hold_up_the_others(
     )
 
 
-async def test_engine_65_busy_is_waited_for_without_a_breaker(
+async def test_busy_is_waited_for_without_a_breaker(
     sim: MakeSim, serve: MakeServer, random: np.random.Generator
 ) -> None:
     engine = sim()
@@ -112,9 +112,7 @@ async def test_engine_65_busy_is_waited_for_without_a_breaker(
     assert max(result.attempts for result in results.values()) > 3, "the engine was never busy"
 
 
-async def test_ops_104_an_engine_that_starts_late(
-    sim: MakeSim, started: list[Rolloutd], random: np.random.Generator
-) -> None:
+async def test_an_engine_that_starts_late(sim: MakeSim, started: list[Rolloutd], random: np.random.Generator) -> None:
     engine = sim(start=False)
     server = Rolloutd([engine.url], "--vocabulary-size", "32000")
     started.append(server)
@@ -130,7 +128,7 @@ async def test_ops_104_an_engine_that_starts_late(
     assert_right(results, wanted, 50)
 
 
-async def test_dispatch_48_unique_prompts_spread(sim: MakeSim, serve: MakeServer, random: np.random.Generator) -> None:
+async def test_unique_prompts_spread(sim: MakeSim, serve: MakeServer, random: np.random.Generator) -> None:
     engines = [sim("--slots", "64"), sim("--slots", "64")]
     server = await serve(*engines)
     wanted = prompts(random, 100)
@@ -144,7 +142,7 @@ async def test_dispatch_48_unique_prompts_spread(sim: MakeSim, serve: MakeServer
     assert min(loads) > 0
 
 
-async def test_stream_89_sigterm(sim: MakeSim, serve: MakeServer, random: np.random.Generator) -> None:
+async def test_sigterm(sim: MakeSim, serve: MakeServer, random: np.random.Generator) -> None:
     engine = sim("--slots", "20")
     server = await serve(engine, environment={"ROLLOUTD_SERVER__SHUTDOWN_GRACE_SECONDS": "20"})
     wanted = prompts(random, 20)
@@ -168,7 +166,7 @@ async def test_stream_89_sigterm(sim: MakeSim, serve: MakeServer, random: np.ran
         await http.load_becomes(lambda load: load.running == 0, 1.0)
 
 
-async def test_client_103_a_server_that_restarts(sim: MakeSim, serve: MakeServer, random: np.random.Generator) -> None:
+async def test_a_server_that_restarts(sim: MakeSim, serve: MakeServer, random: np.random.Generator) -> None:
     engine = sim()
     server = await serve(engine)
     wanted = prompts(random)

@@ -13,7 +13,7 @@ from rolloutd.scheduler.states import AbortReason, Code, FaultKind, OnPreempt, O
 from tests.scheduler.kit import BACKGROUND, Bench, engine, spec
 
 
-def test_queue_40_cancel_then_finish_is_cancelled_with_its_tokens() -> None:
+def test_cancel_then_finish_is_cancelled_with_its_tokens() -> None:
     bench = Bench(engine())
     bench.run(spec("a"))
     bench.cancel("a")
@@ -24,7 +24,7 @@ def test_queue_40_cancel_then_finish_is_cancelled_with_its_tokens() -> None:
     bench.quiet()
 
 
-def test_queue_40_finish_then_cancel_is_completed() -> None:
+def test_finish_then_cancel_is_completed() -> None:
     bench = Bench(engine())
     bench.run(spec("a"))
     bench.finish("a", 7)
@@ -33,7 +33,7 @@ def test_queue_40_finish_then_cancel_is_completed() -> None:
     bench.quiet()
 
 
-def test_queue_40_cancel_before_anything_was_ticked() -> None:
+def test_cancel_before_anything_was_ticked() -> None:
     bench = Bench(engine())
     bench.submit(spec("a"))
     bench.cancel("a")
@@ -41,7 +41,7 @@ def test_queue_40_cancel_before_anything_was_ticked() -> None:
     bench.quiet()
 
 
-def test_queue_40_a_deadline_that_passed_before_the_first_tick_dispatches_nothing() -> None:
+def test_a_deadline_that_passed_before_the_first_tick_dispatches_nothing() -> None:
     bench = Bench(engine())
     bench.submit(spec("a", deadline_seconds=0.5))
     assert not bench.tick(1.0)

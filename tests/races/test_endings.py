@@ -142,7 +142,7 @@ def test_the_first_word_stands_between_cancel_and_deadline() -> None:
         bench.quiet()
 
 
-def test_dispatch_50_1000_rollouts_cancelled_at_random_moments_leave_nothing_behind() -> None:
+def test_1000_rollouts_cancelled_at_random_moments_leave_nothing_behind() -> None:
     bench = Bench(engine("e0", 8), engine("e1", 8))
     dice = bench.core._world.rng
     for turn in range(125):

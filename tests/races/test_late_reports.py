@@ -16,7 +16,7 @@ def test_late_reports_about_a_dead_attempt_change_nothing() -> None:
     bench.fail("a", FaultKind.BROKEN, 2)
     bench.tick()
     second = bench.live["a"]
-    assert second.attempt_id != first.attempt_id and second.engine_id != first.engine_id  # engine-75
+    assert second.attempt_id != first.attempt_id and second.engine_id != first.engine_id
     before = bench.view("a")
     for event in (
         AttemptProgress(first.attempt_id, 9, 8, 0),

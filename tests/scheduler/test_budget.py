@@ -231,7 +231,7 @@ def test_a_claim_that_outgrows_the_ceiling_interrupts_and_everything_still_compl
     bench.quiet()
 
 
-def test_budget_34_a_slow_rollout_that_is_interrupted_is_never_started_over() -> None:
+def test_a_slow_rollout_that_is_interrupted_is_never_started_over() -> None:
     bench = Bench(*engines(2, 4), settings=config(executor={"timeout_seconds": 1e6}))
     bench.run(*specs("slow", 5, max_new_tokens=400))
     made = 0
@@ -350,7 +350,7 @@ def test_a_floor_keeps_the_last_room_free_for_those_it_is_owed_to() -> None:
 # small and large
 
 
-def test_budget_31_two_rollouts_over_four_engines_and_one_over_eight_make_progress() -> None:
+def test_two_rollouts_over_four_engines_and_one_over_eight_make_progress() -> None:
     for budget, count in ((2, 4), (1, 8)):
         bench = Bench(*engines(count, 4))
         bench.budget(
@@ -365,7 +365,7 @@ def test_budget_31_two_rollouts_over_four_engines_and_one_over_eight_make_progre
         bench.quiet()
 
 
-def test_budget_32_no_path_past_the_budget_of_a_run() -> None:
+def test_no_path_past_the_budget_of_a_run() -> None:
     from rolloutd.scheduler.events import AttachConsumer
 
     bench = Bench(engine(slots=16))
@@ -385,7 +385,7 @@ def test_budget_32_no_path_past_the_budget_of_a_run() -> None:
     assert len(bench.tick()) == 1 and len(bench.live) == 8, "a retry takes the same room"
 
 
-def test_budget_36_undelivered_results_stop_admission_and_acknowledgement_reopens_it() -> None:
+def test_undelivered_results_stop_admission_and_acknowledgement_reopens_it() -> None:
     bench = Bench(engine(slots=8))
     limit = 8_000
     bench.configure(max_undelivered_bytes=limit)

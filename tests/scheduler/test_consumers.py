@@ -175,7 +175,7 @@ def test_several_ranks_of_one_epoch_do_not_fence_each_other() -> None:
 # closing
 
 
-def test_client_99_a_half_closed_stream_ends_when_everything_was_delivered() -> None:
+def test_a_half_closed_stream_ends_when_everything_was_delivered() -> None:
     bench = Bench(engine(slots=4))
     bench.submit(*specs("r", 50))
     bench.do(PauseRun(RUN))
@@ -208,7 +208,7 @@ def test_closing_with_nothing_pending_ends_the_stream_at_once_and_attaching_agai
     assert len(bench.streams_ended()) == 1
 
 
-def test_client_99_a_run_that_ends_lets_its_streams_end() -> None:
+def test_a_run_that_ends_lets_its_streams_end() -> None:
     bench = Bench(engine(slots=4))
     bench.run(*specs("r", 6))
     bench.do(CloseConsumer(RUN, CONSUMER))

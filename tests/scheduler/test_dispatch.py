@@ -21,7 +21,7 @@ def per_engine(started: list[Dispatch]) -> Counter[str]:
     return Counter(one.engine_id for one in started)
 
 
-def test_dispatch_48_100_unique_prompts_spread_evenly_and_the_load_is_counted_while_they_run() -> None:
+def test_100_unique_prompts_spread_evenly_and_the_load_is_counted_while_they_run() -> None:
     bench = Bench(*engines(2, 64))
     bench.submit(*specs("r", 100, tokens=40))
     counted = per_engine(bench.tick())
@@ -31,7 +31,7 @@ def test_dispatch_48_100_unique_prompts_spread_evenly_and_the_load_is_counted_wh
 
 
 @pytest.mark.parametrize("only", [term.weight for term in TERMS] + ["none"])
-def test_dispatch_49_load_is_counted_whatever_the_score_looks_at(only: str) -> None:
+def test_load_is_counted_whatever_the_score_looks_at(only: str) -> None:
     bench = Bench(*engines(4, 32))
     weights = {term.weight: 0.0 for term in TERMS}
     if only != "none":
@@ -46,7 +46,7 @@ def test_dispatch_49_load_is_counted_whatever_the_score_looks_at(only: str) -> N
     bench.quiet()
 
 
-def test_dispatch_53_64_at_one_tick_over_8_engines_go_8_to_each() -> None:
+def test_64_at_one_tick_over_8_engines_go_8_to_each() -> None:
     for settings in (BIG_BATCHES, config()):
         bench = Bench(*engines(8, 32), settings=settings)
         bench.submit(*specs("r", 64))
@@ -54,7 +54,7 @@ def test_dispatch_53_64_at_one_tick_over_8_engines_go_8_to_each() -> None:
         assert len(counted) == 8 and all(7 <= count <= 9 for count in counted.values()), counted
 
 
-def test_dispatch_55_one_at_a_time_on_4_idle_engines_uses_each_of_them() -> None:
+def test_one_at_a_time_on_4_idle_engines_uses_each_of_them() -> None:
     bench = Bench(*engines(4, 8))
     counted: Counter[str] = Counter()
     for index in range(200):
@@ -65,7 +65,7 @@ def test_dispatch_55_one_at_a_time_on_4_idle_engines_uses_each_of_them() -> None
     assert len(counted) == 4 and all(30 <= count <= 70 for count in counted.values()), counted
 
 
-def test_dispatch_59_load_counts_from_the_dispatch_until_the_end() -> None:
+def test_load_counts_from_the_dispatch_until_the_end() -> None:
     bench = Bench(*engines(2, 64, kv_capacity_tokens=1 << 22, context_tokens=1 << 16))
     counted: Counter[str] = Counter()
     for index in range(50):  # 32k tokens in, one out, and no first token for a long time
@@ -81,7 +81,7 @@ def test_dispatch_59_load_counts_from_the_dispatch_until_the_end() -> None:
     bench.quiet()
 
 
-def test_dispatch_60_all_idle_engines_and_zero_everything_still_decide() -> None:
+def test_all_idle_engines_and_zero_everything_still_decide() -> None:
     zero = engine("e0", kv_capacity_tokens=0, context_tokens=0, vocabulary_size=0)
     bench = Bench(zero, settings=config(queue={"aging_seconds": 0.0}))
     bench.configure(weights=Weights(prefix=0.0, critical=0.0, waiting=0.0, diversity=0.0, cost=0.0))
@@ -93,7 +93,7 @@ def test_dispatch_60_all_idle_engines_and_zero_everything_still_decide() -> None
         assert all(0.0 <= value <= 1.0 for value in candidate.terms.values())
 
 
-def test_dispatch_62_no_engine_all_full_and_all_unhealthy_are_three_answers() -> None:
+def test_no_engine_all_full_and_all_unhealthy_are_three_answers() -> None:
     nobody = Bench()
     nobody.submit(spec("a", queue_ttl_seconds=5.0))
     nobody.pass_time(6.0)
@@ -253,7 +253,7 @@ def test_a_prefix_is_not_worth_an_engine_that_is_full() -> None:
     assert one.rollout_id in bench.live
 
 
-def test_index_14_a_prefix_in_another_pool_or_of_another_run_is_no_hit() -> None:
+def test_a_prefix_in_another_pool_or_of_another_run_is_no_hit() -> None:
     bench = Bench(engine("p0", 8), engine("r0", 8, pool="reward"))
     bench.run(spec("first", token_bytes=prompt("stem", 64)))
     bench.finish("first")

@@ -39,7 +39,7 @@ def break_it(bench: Bench, times: int = EXECUTOR.breaker_faults, fault: FaultKin
 # the breaker
 
 
-def test_engine_64_bad_requests_harm_nobody_and_only_500s_open_the_breaker() -> None:
+def test_bad_requests_harm_nobody_and_only_500s_open_the_breaker() -> None:
     bench = Bench(engine(slots=4), settings=PATIENT)
     for index in range(20):
         bench.run(spec(f"bad{index}"))
@@ -109,7 +109,7 @@ def test_a_probe_that_says_nothing_about_health_is_followed_by_another(fault: Fa
     assert len(bench.tick()) > 1
 
 
-def test_engine_65_a_busy_engine_is_left_alone_for_a_moment_and_is_back_at_full_rate_within_a_second() -> None:
+def test_a_busy_engine_is_left_alone_for_a_moment_and_is_back_at_full_rate_within_a_second() -> None:
     bench = Bench(engine(slots=8), settings=config(executor={"max_attempts": 1}))
     bench.submit(*specs("r", 16))
     until = bench.now + 5.0
@@ -138,7 +138,7 @@ def test_a_busy_engine_is_asked_again_when_its_back_off_ends_and_not_a_second_la
     assert [one.rollout_id for one in bench.tick()] == ["a"]
 
 
-def test_engine_68_not_ready_then_busy_is_never_removal() -> None:
+def test_not_ready_then_busy_is_never_removal() -> None:
     bench = Bench(engine("e0"), settings=PATIENT)
     bench.do(EngineReadiness("e0", False))
     bench.submit(spec("a"))
@@ -152,7 +152,7 @@ def test_engine_68_not_ready_then_busy_is_never_removal() -> None:
     assert bench.core.engine_views()[0].state == "ready" and bench.state("a") is RolloutState.DISPATCHED
 
 
-def test_engine_69_a_retry_leaves_the_dead_engine_that_holds_the_prefix() -> None:
+def test_a_retry_leaves_the_dead_engine_that_holds_the_prefix() -> None:
     bench = Bench(engine("e0", 8), engine("e1", 8))
     (first,) = bench.run(spec("warm", token_bytes=prompt("stem", 64)))
     bench.finish("warm")
@@ -184,7 +184,7 @@ def test_an_engine_that_failed_gets_another_chance_where_no_other_could_serve(ot
     assert [one.engine_id for one in bench.tick()] == ["e0"]
 
 
-def test_engine_75_every_attempt_has_a_fresh_id() -> None:
+def test_every_attempt_has_a_fresh_id() -> None:
     bench = Bench(engine(slots=1), settings=PATIENT)
     bench.submit(spec("a"))
     for _ in range(20):
@@ -212,7 +212,7 @@ def test_a_restarted_engine_fails_its_attempts_over_and_loses_its_credit() -> No
     assert len(bench.core.engine_views()) == 1 and bench.engine("e0").faults == 0
 
 
-def test_index_11_engines_that_come_and_go_leave_no_credit_behind() -> None:
+def test_engines_that_come_and_go_leave_no_credit_behind() -> None:
     bench = Bench()
     sizes = []
     for cycle in range(60):
@@ -230,7 +230,7 @@ def test_index_11_engines_that_come_and_go_leave_no_credit_behind() -> None:
     assert not bench.its_run().backlogs or all(not backlog._affine for backlog in bench.its_run().backlogs.values())
 
 
-def test_index_13_a_flushed_cache_is_no_hit_and_its_nodes_are_freed() -> None:
+def test_a_flushed_cache_is_no_hit_and_its_nodes_are_freed() -> None:
     bench = Bench(engine("e0", 4))
     bench.run(spec("warm", 1000))
     bench.finish("warm")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from rolloutd.scheduler.config import QueueSettings
 from rolloutd.scheduler.events import JoinEngine, LoseEngine
-from rolloutd.scheduler.grouping import LONGEST_WAIT_SECONDS
 from rolloutd.scheduler.states import RolloutClass
 from tests.scheduler.kit import BACKGROUND, REUSABLE, Bench, config, engine, engines, prompt, spec
 
+LONGEST_WAIT_SECONDS = QueueSettings().leader_timeout_seconds
 LONG_PROMPT = 100  # long enough for siblings to wait for a leader
 SHORT_OUTPUT = 64  # a median of 8 tokens is expected of it, before any is known
 
@@ -22,7 +23,7 @@ def speeds(bench: Bench, prefill_tokens_per_second: float, decode_seconds_per_to
         one.room.note_pace(one)
 
 
-def settled_home(**queue: bool) -> tuple[Bench, str]:
+def settled_home(**queue: float) -> tuple[Bench, str]:
     """A leader has its prompt computed on the one slot of its engine; the other engine is free, and the leader's name comes back.
 
     A prompt takes a second to compute, an output of 8 tokens a tenth of one.
@@ -84,6 +85,14 @@ def test_it_does_not_wait_for_ever() -> None:
     """The estimate was wrong: the leader writes on and on."""
     bench, _ = settled_home()
     bench.pass_time(LONGEST_WAIT_SECONDS - 1.0)
+    assert len(bench.live) == 1
+    bench.pass_time(2.0)
+    assert len(bench.live) == 2
+
+
+def test_it_waits_as_long_as_the_settings_say() -> None:
+    bench, _ = settled_home(leader_timeout_seconds=5.0)
+    bench.pass_time(4.0)
     assert len(bench.live) == 1
     bench.pass_time(2.0)
     assert len(bench.live) == 2

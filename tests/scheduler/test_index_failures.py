@@ -11,7 +11,7 @@ import pytest
 from tests.scheduler.index_kit import SPACE, ids, index_of, run_of, sweep_all
 
 
-def test_index_1_split_keeps_the_stem() -> None:
+def test_split_keeps_the_stem() -> None:
     index = index_of("E1")
     stem, a, b = run_of(1, 48), run_of(2, 32), run_of(3, 64)
     index.insert(SPACE, stem + a, "E1")
@@ -25,7 +25,7 @@ def test_index_1_split_keeps_the_stem() -> None:
     index.check()
 
 
-def test_index_3_splits_do_not_keep_the_whole_buffer() -> None:
+def test_splits_do_not_keep_the_whole_buffer() -> None:
     rng = random.Random(3)
     prompt = ids(rng.getrandbits(17) for _ in range(100_000))
     gc.collect()
@@ -49,7 +49,7 @@ def test_index_3_splits_do_not_keep_the_whole_buffer() -> None:
         tracemalloc.stop()
 
 
-def test_index_3_eviction_of_one_half_frees_it() -> None:
+def test_eviction_of_one_half_frees_it() -> None:
     """A 4 MB prompt, a fork after its first page; the long tail is evicted while the stem stays in use."""
     prompt = ids(range(1_000_000))
     index = index_of("a", max_bytes=4_010_000)
@@ -68,7 +68,7 @@ def test_index_3_eviction_of_one_half_frees_it() -> None:
         tracemalloc.stop()
 
 
-def test_index_5_the_bound_holds_at_every_insert_without_a_sweep() -> None:
+def test_the_bound_holds_at_every_insert_without_a_sweep() -> None:
     """A burst of 5,000 unique prompts of 8k tokens (160 MB) into 4 MB; nobody sweeps."""
     max_bytes = 4_000_000
     index = index_of("a", "b", max_bytes=max_bytes)
@@ -90,7 +90,7 @@ def test_index_5_the_bound_holds_at_every_insert_without_a_sweep() -> None:
     assert index.statistics().bytes > max_bytes * 0.9
 
 
-def test_index_7_side_maps_and_tree_agree_down_to_empty() -> None:
+def test_side_maps_and_tree_agree_down_to_empty() -> None:
     index = index_of("upper", "lower", max_tokens=10_000)
     stem, tail = run_of(1, 32), run_of(2, 32)
     index.insert(SPACE, stem + tail, "lower")
@@ -108,7 +108,7 @@ def test_index_7_side_maps_and_tree_agree_down_to_empty() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [0, 5_000])
-def test_index_11_engines_that_come_and_go_leave_nothing(max_tokens: int) -> None:
+def test_engines_that_come_and_go_leave_nothing(max_tokens: int) -> None:
     index = index_of("stays")
     index.insert(SPACE, run_of(1, 512), "stays")
 
@@ -140,7 +140,7 @@ def test_index_11_engines_that_come_and_go_leave_nothing(max_tokens: int) -> Non
     assert index.add_engine("next", 1) <= 2, "bits are not given out again"
 
 
-def test_index_13_a_new_version_matches_nothing_and_frees_the_old() -> None:
+def test_a_new_version_matches_nothing_and_frees_the_old() -> None:
     index = index_of("a", "b")
     v3, v4 = SPACE._replace(version=3), SPACE._replace(version=4)
     for number in range(50):

@@ -91,7 +91,7 @@ def test_versions_expire_per_owner_and_stay_expired(mirror: EngineCacheMirror) -
     assert mirror.match(spaces[2], run_of(1, 32)) == {}
 
 
-def test_index_10_a_partial_descent_gets_only_its_part() -> None:
+def test_a_partial_descent_gets_only_its_part() -> None:
     for mirror in (PrefixIndex(UNBOUNDED, page_tokens=1), NaivePrefixIndex(page_tokens=1)):
         mirror.add_engine("a", 1)
         mirror.insert(SPACE, ids(range(512)), "a")
@@ -102,7 +102,7 @@ def test_index_10_a_partial_descent_gets_only_its_part() -> None:
         assert mirror.match(SPACE, b"") == {}
 
 
-def test_index_14_an_unknown_engine_is_ignored_and_pools_are_apart(mirror: EngineCacheMirror) -> None:
+def test_an_unknown_engine_is_ignored_and_pools_are_apart(mirror: EngineCacheMirror) -> None:
     mirror.add_engine("a", 1)
     mirror.add_engine("b", 1)
     other = SPACE._replace(model="other")
@@ -115,7 +115,7 @@ def test_index_14_an_unknown_engine_is_ignored_and_pools_are_apart(mirror: Engin
     assert mirror.match(SPACE._replace(owner="someone"), run_of(1, 32)) == {}
 
 
-def test_index_15_namespaces_are_tuples_not_text(mirror: EngineCacheMirror) -> None:
+def test_namespaces_are_tuples_not_text(mirror: EngineCacheMirror) -> None:
     mirror.add_engine("a", 1)
     mirror.insert(Namespace("run", "a", "", 1, "23"), run_of(1, 32), "a")
     for space in (
@@ -128,7 +128,7 @@ def test_index_15_namespaces_are_tuples_not_text(mirror: EngineCacheMirror) -> N
     assert mirror.match(Namespace("run", "a", "", 1, "23"), run_of(1, 32)) == {"a": 32}
 
 
-def test_client_102_equal_text_is_not_equal_tokens(mirror: EngineCacheMirror) -> None:
+def test_equal_text_is_not_equal_tokens(mirror: EngineCacheMirror) -> None:
     mirror.add_engine("a", 1)
     mirror.insert(SPACE, ids([5, 6] * 16), "a")
     assert mirror.match(SPACE, ids([56] * 32)) == {}

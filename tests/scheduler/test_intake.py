@@ -92,7 +92,7 @@ def test_the_largest_values_that_are_allowed_pass() -> None:
     assert [type(answer) for answer in answers] == [Accepted] * 9
 
 
-def test_client_93_one_empty_prompt_in_a_batch_of_eight_harms_nobody_else() -> None:
+def test_one_empty_prompt_in_a_batch_of_eight_harms_nobody_else() -> None:
     bench = Bench(engine(slots=8))
     batch = specs("r", 8)
     batch[3] = spec("r3", token_bytes=b"")
@@ -120,9 +120,7 @@ ROOMY = engine(context_tokens=CONTEXT)
         (1, CONTEXT, False),
     ],
 )
-def test_client_94_an_over_long_request_is_answered_at_once(
-    prompt_tokens: int, max_new_tokens: int, accepted: bool
-) -> None:
+def test_an_over_long_request_is_answered_at_once(prompt_tokens: int, max_new_tokens: int, accepted: bool) -> None:
     bench = Bench(ROOMY)
     (answer,) = bench.submit(spec("a", prompt_tokens, max_new_tokens=max_new_tokens))
     if accepted:
@@ -132,13 +130,13 @@ def test_client_94_an_over_long_request_is_answered_at_once(
         assert str(CONTEXT) in answer.error.message and not bench.tick()
 
 
-def test_client_94_the_engines_own_prompt_limit_counts() -> None:
+def test_the_engines_own_prompt_limit_counts() -> None:
     bench = Bench(engine(context_tokens=CONTEXT, max_prompt_tokens=CONTEXT - 6))
     assert "at most 1018" in bench.rejected(spec("a", CONTEXT - 5, max_new_tokens=1)).message
     assert isinstance(bench.submit(spec("b", CONTEXT - 6, max_new_tokens=1))[0], Accepted)
 
 
-def test_client_95_clip_is_the_callers_choice_and_shows_in_the_result() -> None:
+def test_clip_is_the_callers_choice_and_shows_in_the_result() -> None:
     bench = Bench(ROOMY)
     error = bench.rejected(spec("strict", 1000, max_new_tokens=200))
     assert error.fields[0][0] == "sampling.max_new_tokens" and "clip_max_new_tokens" in error.message
@@ -149,7 +147,7 @@ def test_client_95_clip_is_the_callers_choice_and_shows_in_the_result() -> None:
     assert bench.result("a").clipped and not bench.result("b").clipped
 
 
-def test_client_95_a_prompt_that_fills_the_context_cannot_be_clipped() -> None:
+def test_a_prompt_that_fills_the_context_cannot_be_clipped() -> None:
     bench = Bench(ROOMY)
     assert bench.rejected(spec("a", CONTEXT, clip_max_new_tokens=True)).fields[0][0] == "prompt"
 

@@ -25,7 +25,7 @@ def filled(count: int = 4, rollout_class: Any = BACKGROUND, **fields: Any) -> Be
     return bench
 
 
-def test_queue_39_with_all_slots_taken_critical_work_preempts_background() -> None:
+def test_with_all_slots_taken_critical_work_preempts_background() -> None:
     bench = filled()
     bench.submit(spec("urgent"))
     bench.tick()
@@ -36,7 +36,7 @@ def test_queue_39_with_all_slots_taken_critical_work_preempts_background() -> No
     assert bench.core.statistics().preempted_total == 1
 
 
-def test_queue_39_without_preemption_the_next_freed_slot_is_critical() -> None:
+def test_without_preemption_the_next_freed_slot_is_critical() -> None:
     bench = Bench(engine(slots=4), settings=config(preempt={"enabled": False}))
     bench.run(*specs("b", 4, BACKGROUND))
     bench.submit(*specs("b-more", 4, BACKGROUND))

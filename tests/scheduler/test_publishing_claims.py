@@ -54,7 +54,7 @@ def test_a_version_that_an_engine_holds_is_not_another_checkpoint_too() -> None:
     assert {bench.engine(one).version for one in ("e0", "e1")} == {2}
 
 
-def test_weights_22_an_interrupted_rollout_that_restarts_has_one_version() -> None:
+def test_an_interrupted_rollout_that_restarts_has_one_version() -> None:
     bench = Bench(engine())
     bench.run(spec("r", on_preempt=OnPreempt.RESTART), spec("kept"))
     bench.publish(1, mode=UpdateMode.ABORT_AND_RESUME)

@@ -39,7 +39,7 @@ NO_PREEMPTION = config(preempt={"enabled": False})
 
 
 @pytest.mark.parametrize("weights", ["default", "waiting counts for nothing"])
-def test_queue_37_background_under_a_steady_overload_of_critical_work_starts_within_its_bound(weights: str) -> None:
+def test_background_under_a_steady_overload_of_critical_work_starts_within_its_bound(weights: str) -> None:
     """Critical work at 110 % of capacity for ten minutes, and 20 rollouts that everything else is preferred to.
 
     The bound, from the configuration: after `overdue_seconds` every `overdue_turn`-th dispatch goes to who waits longest, so
@@ -225,7 +225,7 @@ def test_an_update_moves_class_and_step_and_ignores_what_has_ended() -> None:
 # results wait for their reader
 
 
-def test_queue_46_of_100_results_the_reader_took_3_and_97_are_still_there_in_order() -> None:
+def test_of_100_results_the_reader_took_3_and_97_are_still_there_in_order() -> None:
     bench = Bench(engine(slots=100))
     bench.run(*specs("r", 100))
     for index in range(100):

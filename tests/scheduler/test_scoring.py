@@ -1,4 +1,4 @@
-"""Score terms: each in [0,1] and finite whatever the facts, so that the order is total (dispatch-60)."""
+"""Score terms: each in [0,1] and finite whatever the facts, so that the order is total."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def score(facts: Facts, weights: dict[str, float]) -> float:
 @pytest.mark.parametrize("term", TERMS, ids=lambda term: term.name)
 @given(facts=any_facts())
 @example(facts=idle())
-def test_dispatch_60_a_term_is_finite_and_in_0_to_1_whatever_the_facts(term: Term, facts: Facts) -> None:
+def test_a_term_is_finite_and_in_0_to_1_whatever_the_facts(term: Term, facts: Facts) -> None:
     raw = term.score(facts)
     assert math.isfinite(raw), f"{term.name}: {raw}"
     assert 0.0 <= clamp(raw) <= 1.0
@@ -119,7 +119,7 @@ def test_from_plain_numbers_the_score_is_the_same(
 
 
 @given(facts=st.lists(any_facts(), min_size=1, max_size=8), weights=WEIGHTS)
-def test_dispatch_60_the_order_of_scores_is_total(facts: list[Facts], weights: dict[str, float]) -> None:
+def test_the_order_of_scores_is_total(facts: list[Facts], weights: dict[str, float]) -> None:
     scores = [score(one, weights) for one in facts]
     assert all(math.isfinite(one) for one in scores)
 

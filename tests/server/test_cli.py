@@ -131,7 +131,7 @@ async def test_check_says_what_an_engine_lacks_that_answers() -> None:
         assert "the vocabulary size is unknown" in check.text and "--vocabulary-size" in check.text
 
 
-async def test_stream_89_sigterm_drains_a_whole_process_and_exits_0() -> None:
+async def test_sigterm_drains_a_whole_process_and_exits_0() -> None:
     vocabulary = ("--vocabulary-size", str(VOCABULARY_SIZE))
     async with (
         simulated_engine("--slots", "4") as url,
@@ -158,7 +158,7 @@ async def test_stream_89_sigterm_drains_a_whole_process_and_exits_0() -> None:
         assert await server.ends() == 0
 
 
-async def test_stream_89_a_second_sigterm_exits_now() -> None:
+async def test_a_second_sigterm_exits_now() -> None:
     vocabulary = ("--vocabulary-size", str(VOCABULARY_SIZE))
     async with (
         simulated_engine("--time-scale", "0.01") as url,

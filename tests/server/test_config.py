@@ -13,7 +13,7 @@ from rolloutd.scheduler.config import SchedulerConfig
 from rolloutd.server.config import EngineSettings, load_config
 from rolloutd.server.config_keys import ConfigError
 
-# The configuration table of the design, as another system's file would carry it.
+# A configuration of the usual keys, as another system's file would carry it.
 TABLE: dict[str, dict[str, Any]] = {
     "scheduler": {"max_batch_size": 32, "scheduling_interval_ms": 10, "queue_capacity": 4096},
     "weights": {"prefix": 0.4, "critical": 0.4, "waiting": 0.2, "diversity": 0.1, "cost": 0.1},
@@ -46,7 +46,7 @@ def test_the_design_table_loads_as_it_is(tmp_path: Path) -> None:
     assert load_config(_write(tmp_path, TABLE)).scheduler == SchedulerConfig()
 
 
-def test_ops_108_the_order_of_keys_has_no_meaning(tmp_path: Path) -> None:
+def test_the_order_of_keys_has_no_meaning(tmp_path: Path) -> None:
     document = {
         **TABLE,
         "weights": {"prefix": 0, "waiting": 1},
@@ -95,7 +95,7 @@ def test_ops_108_the_order_of_keys_has_no_meaning(tmp_path: Path) -> None:
         ("index.max_cache_gpu_mb", 100.0),
     ],
 )
-def test_ops_108_a_bad_value_names_its_key_and_origin(tmp_path: Path, key: str, value: Any) -> None:
+def test_a_bad_value_names_its_key_and_origin(tmp_path: Path, key: str, value: Any) -> None:
     section, _, name = key.partition(".")
     with pytest.raises(ConfigError, match=rf"^{key} \(file\): "):
         load_config(_write(tmp_path, {section: {name: value}}))
@@ -112,7 +112,7 @@ def test_ops_108_a_bad_value_names_its_key_and_origin(tmp_path: Path, key: str, 
         ("zebra", "sections are"),
     ],
 )
-def test_ops_108_an_unknown_key_is_refused_with_a_suggestion(tmp_path: Path, key: str, suggestion: str) -> None:
+def test_an_unknown_key_is_refused_with_a_suggestion(tmp_path: Path, key: str, suggestion: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown key '{key}' .*{suggestion}"):
         load_config(_write(tmp_path, f"{key}: 1\n"))
 

@@ -82,7 +82,7 @@ async def test_a_bad_field_is_invalid_argument_before_any_engine_call(case: str)
         assert rig.door.requests == []
 
 
-async def test_client_93_an_empty_prompt_in_a_batch_of_8_harms_nobody_else() -> None:
+async def test_an_empty_prompt_in_a_batch_of_8_harms_nobody_else() -> None:
     async with running_server() as rig, rig.stream() as stream:
         good = [submission(f"r{number}") for number in range(7)]
         await stream.submit(*good[:3], submission("empty", token_bytes=b""), *good[3:])
@@ -91,7 +91,7 @@ async def test_client_93_an_empty_prompt_in_a_batch_of_8_harms_nobody_else() -> 
         assert len(rig.door.requests) == 7
 
 
-async def test_client_94_over_the_context_is_refused_with_the_limit_in_the_message() -> None:
+async def test_over_the_context_is_refused_with_the_limit_in_the_message() -> None:
     async with running_server() as rig, rig.stream() as stream:
         for prompt, room in ((4096, 1), (4097, 1), (4090, 7)):
             await stream.submit(submission(f"r{prompt}", token_bytes=bytes(4 * prompt), max_new_tokens=room))
@@ -103,7 +103,7 @@ async def test_client_94_over_the_context_is_refused_with_the_limit_in_the_messa
         assert len(rig.door.requests) == 1
 
 
-async def test_client_95_clipping_is_the_callers_choice_and_shows() -> None:
+async def test_clipping_is_the_callers_choice_and_shows() -> None:
     async with running_server() as rig, rig.stream() as stream:
         await stream.submit(submission("r", token_bytes=bytes(4 * 4090), max_new_tokens=200, clip_max_new_tokens=True))
         result = await stream.next("finished")
@@ -173,7 +173,7 @@ async def test_fail_fast_without_an_engine_fails_at_once() -> None:
         assert error.reason == "NO_ENGINE"
 
 
-async def test_dispatch_62_all_busy_is_a_queue_timeout_not_a_missing_engine() -> None:
+async def test_all_busy_is_a_queue_timeout_not_a_missing_engine() -> None:
     async with running_server(auto=False, slots=1) as rig, rig.stream() as stream:
         await stream.submit(submission("running"))
         await rig.door.wait_running(1)
@@ -254,7 +254,7 @@ async def test_an_engine_that_breaks_every_attempt_is_unavailable() -> None:
         assert result.outcome == OUTCOME_ENGINE_FAILED
         assert result.error.code == grpc.StatusCode.UNAVAILABLE.value[0]
         assert result.attempts == 2
-        assert all(len(door.requests) == 1 for door in rig.doors.values())  # engine-69: another engine the second time
+        assert all(len(door.requests) == 1 for door in rig.doors.values())  # another engine the second time
 
 
 async def test_a_door_that_crashes_is_a_broken_attempt_and_an_error_in_the_log(capsys: Any) -> None:
@@ -364,7 +364,7 @@ async def test_engine_params_that_belong_to_the_scheduler_are_refused_by_name() 
         assert rig.door.requests[0].engine_params == {"lora_path": "a", "priority": 3}
 
 
-async def test_queue_44_only_remaining_time_travels() -> None:
+async def test_only_remaining_time_travels() -> None:
     """A deadline is time left from receipt: the rollout runs although the two clocks never met."""
     async with running_server() as rig, rig.stream() as stream:
         await stream.submit(submission("r", deadline_seconds=30.0))

@@ -26,6 +26,7 @@ from rolloutd.scheduler.views import DecisionKind
 from rolloutd.server.config import load_config
 from rolloutd.server.config_keys import ConfigError
 from rolloutd.server.preset import PRESETS, preset_text
+from tests.scheduler.kit import Bench, config, engine, engines, prompt, spec
 
 CRITICAL, REUSABLE, BACKGROUND = RolloutClass.CRITICAL, RolloutClass.REUSABLE, RolloutClass.BACKGROUND
 TRAINING, WAITING = TrainerState.TRAINING, TrainerState.WAITING
@@ -329,6 +330,88 @@ def test_simple_is_first_come_first_served() -> None:
     stage.finish()
     assert order == names
     assert not stage._view().rules
+
+
+def speeds(bench: Bench, prefill_tokens_per_second: float) -> None:
+    """What the engines have shown so far; a token takes each sequence 10 ms."""
+    for one in bench.core._world.engines.values():
+        one.prefill_tokens_per_second, one.decode_seconds_per_token = prefill_tokens_per_second, 0.01
+        assert one.room is not None
+        one.room.note_pace(one)
+
+
+def turn_goes_away_from_its_context(settings: SchedulerConfig) -> bool:
+    """The engine with a session's context is taken, the other one is free: does the next turn go there at once?"""
+    bench = Bench(*engines(2, 1), settings=settings)
+    (first,) = bench.run(spec("s0", 256, session_id="s", turn=0))
+    bench.run(spec("other"))
+    bench.finish("s0")
+    (taker,) = bench.run(spec("taker"))
+    assert taker.engine_id == first.engine_id
+    bench.finish("other")
+    bench.submit(spec("s1", token_bytes=prompt("s0", 256) + prompt("answer", 64), session_id="s", turn=1))
+    return [one.engine_id != first.engine_id for one in bench.tick()] == [True]
+
+
+def siblings_go_away_from_their_prompt(settings: SchedulerConfig) -> bool:
+    """A prompt takes a second to compute, and its one engine is taken: does the second sibling go to the free one at once?"""
+    bench = Bench(*engines(2, 1), settings=settings)
+    speeds(bench, prefill_tokens_per_second=100.0)
+    bench.run(spec("g", 100, samples=2, max_new_tokens=64))
+    bench.tick(0.01)
+    return len({one.engine_id for one in bench.live.values()}) == 2
+
+
+def siblings_count_as_a_crowd(settings: SchedulerConfig) -> bool:
+    """One engine is emptier by two slots: does the second sibling leave it because the first one runs there?"""
+    bench = Bench(engine("fuller", 8), settings=settings)
+    bench.run(spec("a"), spec("b"))
+    bench.do(events.JoinEngine(engine("emptier", 8)))
+    speeds(bench, prefill_tokens_per_second=20_000.0)
+    first, second = bench.run(spec("g", samples=2, max_new_tokens=2_000))
+    assert first.engine_id == "emptier"
+    return second.engine_id == "fuller"
+
+
+def order_of(settings: SchedulerConfig, *waiting: RolloutSpec, **run: Any) -> list[str]:
+    """The order in which they are dispatched that came a second apart, where one rollout may run at a time."""
+    bench = Bench(engine(slots=8, kv_capacity_tokens=8_192), settings=settings)
+    bench.configure(**run)
+    bench.budget(max_rollouts=1)
+    bench.run(spec("first"))
+    for one in waiting:
+        bench.tick(1.0)
+        bench.submit(one)
+    order = []
+    running = "first"
+    for _ in waiting:
+        bench.finish(running)
+        bench.acknowledge(running)
+        (sent,) = bench.tick(0.01)
+        running = sent.rollout_id
+        order.append(running)
+    return order
+
+
+def test_under_simple_nobody_waits_for_a_cache() -> None:
+    simple, default = settings_of("simple"), config()
+    assert turn_goes_away_from_its_context(simple) and not turn_goes_away_from_its_context(default)
+    assert siblings_go_away_from_their_prompt(simple) and not siblings_go_away_from_their_prompt(default)
+
+
+def test_under_simple_the_emptiest_engine_is_the_one_with_siblings_too() -> None:
+    assert not siblings_count_as_a_crowd(settings_of("simple")) and siblings_count_as_a_crowd(config())
+
+
+def test_under_simple_age_alone_orders_a_class() -> None:
+    simple = settings_of("simple")
+    large_first = spec("large", 3_000, stratum="a"), spec("small", stratum="b")
+    assert order_of(simple, *large_first) == ["large", "small"]
+    strata = [spec(f"{stratum}{n}", stratum=stratum) for stratum in "ab" for n in range(4)]
+    names = [one.rollout_id for one in strata]
+    mix = {"a": 0.5, "b": 0.5}
+    assert order_of(simple, *strata, target_mix=mix) == names
+    assert order_of(config(), *strata, target_mix=mix) != names
 
 
 # files

@@ -33,7 +33,7 @@ async def _health(rig: Rig, service: str) -> int:
     return int(answer.status)
 
 
-async def test_ops_104_alive_and_accepting_without_any_engine() -> None:
+async def test_alive_and_accepting_without_any_engine() -> None:
     async with running_server(engines=()) as rig, rig.stream() as stream:
         for name in ("", *SERVICE_NAMES):
             assert await _health(rig, name) == SERVING
@@ -51,7 +51,7 @@ async def test_reflection_lists_every_service() -> None:
         assert listed >= {*SERVICE_NAMES, "grpc.health.v1.Health"}
 
 
-async def test_stream_89_shutting_down_in_order() -> None:
+async def test_shutting_down_in_order() -> None:
     async with running_server(auto=False, slots=20) as rig, rig.stream() as stream:
         await stream.submit(*[submission(f"r{number}") for number in range(30)])
         running = await rig.door.wait_running(20)
@@ -81,7 +81,7 @@ async def test_stream_89_shutting_down_in_order() -> None:
         assert rig.door.closed
 
 
-async def test_stream_89_the_grace_ends_what_still_runs_with_a_reason() -> None:
+async def test_the_grace_ends_what_still_runs_with_a_reason() -> None:
     async with running_server(auto=False) as rig, rig.stream() as stream:
         await stream.submit(submission("r", max_new_tokens=1000))
         await rig.door.wait_running(1)
@@ -92,7 +92,7 @@ async def test_stream_89_the_grace_ends_what_still_runs_with_a_reason() -> None:
         await stopping
 
 
-def test_stream_84_87_every_channel_option_is_explicit() -> None:
+def test_every_channel_option_is_explicit() -> None:
     options = dict(grpc_options(ServerConfig()))
     assert options["grpc.max_receive_message_length"] == 64 << 20
     assert options["grpc.max_send_message_length"] == 64 << 20
@@ -101,7 +101,7 @@ def test_stream_84_87_every_channel_option_is_explicit() -> None:
     assert options["grpc.keepalive_permit_without_calls"] == 1
 
 
-async def test_stream_85_a_second_loop_in_the_process_is_refused() -> None:
+async def test_a_second_loop_in_the_process_is_refused() -> None:
     def second_loop() -> None:
         asyncio.run(Server(load_config(flags={"server.port": 0})).start())
 

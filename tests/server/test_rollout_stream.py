@@ -104,7 +104,7 @@ async def test_a_newer_stream_of_the_same_consumer_replaces_the_older() -> None:
             assert rig.server.loop.connected_consumers("run") == 1
 
 
-async def test_client_99_half_close_drains_and_ends_with_ok() -> None:
+async def test_half_close_drains_and_ends_with_ok() -> None:
     async with running_server(auto=False, slots=4) as rig, rig.stream() as stream:
         await stream.submit(*[submission(f"r{number}") for number in range(12)])
         await stream.close()
@@ -231,7 +231,7 @@ for response in RolloutServiceStub(channel).SubmitRollout(requests()):
 """
 
 
-async def test_stream_79_a_killed_client_frees_its_engine_slot() -> None:
+async def test_a_killed_client_frees_its_engine_slot() -> None:
     async with running_server(auto=False, slots=1) as rig:
         config = RunConfig(on_disconnect=ON_DISCONNECT_CANCEL, disconnect_grace_seconds=0.0)
         await rig.runs.ConfigureRun(ConfigureRunRequest(run_id="run", config=config))
@@ -268,7 +268,7 @@ async def test_a_cancelled_stream_keeps_its_work_by_default() -> None:
 
 
 @pytest.mark.parametrize("method", ["SubmitRollout", "RunRollout"])
-async def test_stream_82_cancelling_the_handlers_task_does_not_hang_the_client(method: str) -> None:
+async def test_cancelling_the_handlers_task_does_not_hang_the_client(method: str) -> None:
     async with running_server(auto=False) as rig, rig.stream() as stream:
         unary = rig.rollouts.RunRollout(RunRolloutRequest(run_id="run", submission=submission("u")))
         await rig.door.wait_running(1)
@@ -283,7 +283,7 @@ async def test_stream_82_cancelling_the_handlers_task_does_not_hang_the_client(m
             assert (await refused(unary)).code is grpc.StatusCode.ABORTED
 
 
-async def test_stream_87_messages_above_4_mb_pass_both_ways_and_too_large_ones_are_refused() -> None:
+async def test_messages_above_4_mb_pass_both_ways_and_too_large_ones_are_refused() -> None:
     def door_of(settings: EngineSettings) -> FakeDoor:
         return FakeDoor(settings.url, context_tokens=2_000_000)
 
@@ -308,7 +308,7 @@ async def test_a_result_larger_than_a_message_loses_its_bulk_and_says_so() -> No
         assert not result.complete and len(result.token_bytes) == 8
 
 
-async def test_stream_84_quiet_streams_survive_frequent_pings() -> None:
+async def test_quiet_streams_survive_frequent_pings() -> None:
     options = [
         ("grpc.keepalive_time_ms", 100),
         ("grpc.keepalive_permit_without_calls", 1),

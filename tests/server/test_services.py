@@ -292,7 +292,7 @@ async def test_explain_tells_decisions_and_story() -> None:
         assert all(entry.age_seconds >= 0 for entry in explained.story)
 
 
-async def test_ops_104_an_engine_registered_later_is_used() -> None:
+async def test_an_engine_registered_later_is_used() -> None:
     async with running_server(engines=()) as rig, rig.stream() as stream:
         await stream.submit(submission("r"))
         await stream.next("accepted")
@@ -361,7 +361,7 @@ async def test_an_engine_that_goes_away_is_lost_and_joins_again_as_another() -> 
         assert engine.state == ENGINE_STATE_READY
 
 
-async def test_engine_68_not_ready_is_never_a_loss() -> None:
+async def test_not_ready_is_never_a_loss() -> None:
     async with running_server() as rig, rig.stream() as stream:
         rig.door.is_ready = False
         await until(lambda: rig.server.loop.core.engine_views()[0].state == "not_ready")
