@@ -63,6 +63,8 @@ def put(world: World, rollout: Rollout) -> None:
         order(world, entry)
     else:
         entry.members.append(rollout)
+        if run.window is not None:
+            _reserve_too(run.window, rollout)
     rollout.entry = entry
     if rollout.group is not None and not continued:
         rollout.group.entry = entry
@@ -255,6 +257,14 @@ def hold_for_staleness(world: World, entry: Entry) -> bool:
     if entry not in window.waiting:
         window.wait(entry, key)
     return True
+
+
+def _reserve_too(window: staleness.Window, rollout: Rollout) -> None:
+    """Who joins an entry of a group that was let in is on its way with it, and more than the group was reserved, maybe."""
+    if rollout.in_window and staleness.bound(rollout):
+        key, samples = staleness.key_of(rollout)
+        if key in window.left:
+            window.admit(key, samples)
 
 
 def hold_for_prefix(world: World, entry: Entry) -> bool:

@@ -192,6 +192,16 @@ def test_samples_that_join_a_group_are_let_in_with_all_that_were_submitted_toget
     assert len(started(bench)) == 4
 
 
+def test_a_sample_that_joins_a_group_and_its_prompt_later_counts() -> None:
+    bench = bounded(batch_samples=4, max_staleness=0)
+    bench.submit(spec("a", samples=2, group_id="g"))
+    bench.submit(spec("b", group_id="g"))
+    bench.submit(spec("c", group_id="g", token_bytes=spec("b").token_bytes))
+    bench.submit(spec("d"))
+    assert set(started(bench)) == {"a/0", "a/1", "b", "c"}
+    assert bench.run_view().samples_on_their_way == 4
+
+
 def test_a_floor_is_not_kept_for_work_that_is_not_let_in() -> None:
     bench = bounded(batch_samples=2, max_staleness=0)
     bench.budget(max_rollouts=1, classes={CRITICAL: Quota(floor_rollouts=1)})
