@@ -70,6 +70,18 @@ def test_a_later_step_is_reusable_until_it_is_due_and_every_tenth_repeats() -> N
     assert loop.workload(8).items[0].prompt_bytes != loop.workload(0).items[0].prompt_bytes
 
 
+def test_a_trainer_may_leave_unsaid_which_step_needs_its_work_of_the_next() -> None:
+    said, unsaid = (
+        TrainingLoop(Epochs(_core("fifo"), [MACHINE]), 0, 32_000, steps=3, off=True, says_steps=says)
+        for says in (True, False)
+    )
+    assert {(item.work_class, item.needed_by_step) for item in unsaid.workload(2).items} == {(WorkClass.REUSABLE, None)}
+    assert unsaid.workload(0).items == said.workload(0).items, "the first step is waited for from the start"
+    assert [item.output_tokens for item in unsaid.workload(2).items] == [
+        item.output_tokens for item in said.workload(2).items
+    ]
+
+
 def test_the_bound_of_a_loop() -> None:
     shapes = [EngineShape(TimingModel(), 16, 200_000, 16, stalls=True)] * 8
     steps = [training_loop.Q1.draw(0, 32_000, step=step) for step in range(3)]
