@@ -151,7 +151,7 @@ bench-loop: $(STAMP) $(CORE_BUILD) ## trainer idle time and samples per second o
 	$(call BENCH,loop,quality --workloads Q5 Q5-off --seeds 3 --arms rolloutd fifo least-in-flight prefix oracle $(ARGS))
 
 .PHONY: bench-ablation
-bench-ablation: $(STAMP) $(CORE_BUILD) ## each mechanism switched off where it should matter, five seeds; the last line is JSON (20 minutes; ARGS=...)
+bench-ablation: $(STAMP) $(CORE_BUILD) ## each mechanism switched off where it should matter, five seeds; the last line is JSON (30 minutes; ARGS=...)
 	$(call BENCH,ablation,ablation $(ARGS))
 
 .PHONY: bench-mix

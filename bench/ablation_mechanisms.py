@@ -55,6 +55,10 @@ VARIANTS: Mapping[str, Variant] = {
         "in the STABLE phase, where a run spends its life; else it is a run's first step, COLD_START", (), settled
     ),
     "tight": Variant("engines of 60,000 KV tokens: sessions need more than there is", ("--kv-tokens", "60000")),
+    "scant": Variant(
+        "engines of 30,000 KV tokens: they put back what they let in, and then let work wait", ("--kv-tokens", "30000")
+    ),
+    "crowded": Variant("2 engines for all of it", ("--engines", "2")),
     "floors": Variant("a budget with floors: 16 reusable and 8 background rollouts, of 128 slots", (), _with_floors),
     "agentic": Variant("under the preset `agentic`", (), _agentic),
 }
@@ -180,10 +184,7 @@ MECHANISMS: tuple[Mechanism, ...] = (
         "marginal prefix credit",
         "a prefix that every engine has attracts nobody (`scheduler.marginal_credit`)",
         {"queue": {"marginal_credit": False}},
-        {
-            "Q2": ("makespan_over_bound", "prefix_hit"),
-            "Q3": ("reusable_over_bound", "critical_over_bound", "prefix_hit"),
-        },
+        {"Q3": ("reusable_over_bound", "critical_over_bound", "prefix_hit"), "Q4 tight crowded": _SESSIONS},
     ),
     Mechanism(
         "nothing computed twice",
@@ -219,19 +220,19 @@ MECHANISMS: tuple[Mechanism, ...] = (
         "admission by KV claims",
         "new sessions wait while claims fill an engine's cache (`budget.kv_watermark`)",
         {"budget": {"kv_watermark": 1.0}},
-        {"Q2": ("makespan_over_bound",), "Q4": _SESSIONS, "Q4 tight": _SESSIONS},
+        {"Q2": ("makespan_over_bound",), "Q4": _SESSIONS, "Q1s scant": ("makespan_over_bound",)},
     ),
     Mechanism(
         "learnt in-flight limits",
         "an engine that lets work wait gets less, and by and by more again (`budget.learn_limits`)",
         {"budget": {"learn_limits": False}},
-        {"Q4 tight": _SESSIONS},
+        {"Q1s scant": ("makespan_over_bound",), "Q3 scant": _MIXED},
     ),
     Mechanism(
         "rule memory-full",
         "fewer sessions run while memory is full (of the preset `agentic`)",
         {},
-        {"Q4 tight agentic": _SESSIONS},
+        {"Q4 tight crowded agentic": _SESSIONS},
         off_rules=("memory-full",),
     ),
     Mechanism(
