@@ -25,9 +25,16 @@ ifneq ($(COMPILED),0)
 CORE_BUILD := compiled
 endif
 
-# Run a benchmark, and keep what it prints for `make cost-table` and `make report`: $(call BENCH,name,module and flags)
+# Run a benchmark, and keep what it prints for `make cost-table` and `make report`: $(call BENCH,name,module and flags). It takes the
+# place of what the last run printed when it came to its end, which is a line of JSON, also where the benchmark calls that a failure.
 define BENCH
-@mkdir -p runs/bench && $(if $(CORE_BUILD),$(WITH_CORE)) $(PYTHON) -m rolloutd.bench.$(2) | tee runs/bench/$(1).txt
+@set -o pipefail; mkdir -p runs/bench; kept=runs/bench/$(1).txt; status=0; \
+$(if $(CORE_BUILD),$(WITH_CORE)) $(PYTHON) -m rolloutd.bench.$(2) | tee "$$kept.new" || status=$$?; \
+case "$$(tail -n 1 "$$kept.new")" in \
+    "{"*"}") mv -f "$$kept.new" "$$kept" ;; \
+    *) echo "It did not come to its end: what it printed is in $$kept.new, and $$kept is as it was." >&2 ;; \
+esac; \
+exit $$status
 endef
 
 define FIND_PYTHON
@@ -148,7 +155,7 @@ bench-loop: $(STAMP) $(CORE_BUILD) ## trainer idle time and samples per second o
 	$(call BENCH,loop,quality --workloads Q5 Q5-off --seeds 3 --arms rolloutd fifo least-in-flight prefix oracle $(ARGS))
 
 .PHONY: bench-ablation
-bench-ablation: $(STAMP) $(CORE_BUILD) ## each mechanism switched off where it should matter, five seeds; the last line is JSON (20 minutes; ARGS=...)
+bench-ablation: $(STAMP) $(CORE_BUILD) ## each mechanism switched off where it should matter, five seeds; the last line is JSON (30 minutes; ARGS=...)
 	$(call BENCH,ablation,ablation $(ARGS))
 
 .PHONY: bench-mix

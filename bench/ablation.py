@@ -4,7 +4,8 @@ Prints how much worse each figure is without the mechanism (mean of the differen
 seeds), and whether that is more than the seeds explain. The last line is JSON.
 
 Invariants
-- On and off see the same engines, prompts, lengths, seeds and ties' random numbers; only the mechanism's settings differ.
+- On and off see the same engines, prompts, lengths, seeds and ties' random numbers; only the mechanism's settings, or what the
+  trainer says for it, differ.
 - "Worse" is positive: of figures where more is better the sign is turned.
 
 What this module does not know: how mechanisms work.
@@ -20,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 
 from rich.table import Table
 
-from rolloutd.bench.ablation_mechanisms import MECHANISMS, MORE_IS_BETTER, SETTLED, WITHOUT_SWITCH, Mechanism, settled
+from rolloutd.bench.ablation_mechanisms import MEASURED_ELSEWHERE, MECHANISMS, MORE_IS_BETTER, VARIANTS, Mechanism
 from rolloutd.bench.arguments import positive_int
 from rolloutd.bench.figures import Figures
 from rolloutd.bench.paired import Paired, differences
@@ -82,18 +83,21 @@ class Ablation:
         for seed in seeds:
             on += simulate(plan, PRODUCT, seed, note)
             for one in here:
-                off[one.name] += simulate(_without(plan, one), PRODUCT, seed, _named(note, one.name))
+                off[one.name] += simulate(one.without(plan), PRODUCT, seed, _named(note, one.name))
         return [row for one in here for row in rows(one, workload, on, off[one.name])]
 
 
 def _plan(name: str, warm: bool, steps: int) -> Plan:
-    workload = name.removesuffix(SETTLED)
-    plan = plan_of([workload, "--steps", str(steps), *(["--warm"] if warm and workload not in LOOPS else [])])
-    return plan if workload == name else replace(plan, name=name, config=settled(plan.config))
-
-
-def _without(plan: Plan, mechanism: Mechanism) -> Plan:
-    return replace(plan, config=mechanism.without(plan.config))
+    """Of a workload's name with words of `VARIANTS` behind it."""
+    workload, *words = name.split(" ")
+    variants = [VARIANTS[word] for word in words]
+    flags = [flag for variant in variants for flag in variant.flags]
+    if warm and workload not in LOOPS:
+        flags.append("--warm")
+    plan = plan_of([workload, "--steps", str(steps), *flags])
+    for variant in variants:
+        plan = replace(plan, config=variant.settings(plan.config))
+    return replace(plan, name=name) if words else plan
 
 
 def _named(note: Note | None, without: str) -> Note | None:
@@ -139,7 +143,8 @@ def as_json(found: Sequence[Row], seeds: int) -> Mapping[str, object]:
             }
             for row in found
         ],
-        "without_switch": dict(WITHOUT_SWITCH),
+        "variants": {word: variant.what for word, variant in VARIANTS.items()},
+        "measured_elsewhere": dict(MEASURED_ELSEWHERE),
     }
 
 
@@ -171,6 +176,16 @@ def table(found: Sequence[Row]) -> Table:
     return grid
 
 
+def elsewhere() -> Table:
+    """Mechanisms without a row, and what measures them."""
+    grid = Table(title="measured elsewhere", title_justify="left")
+    for heading in ("mechanism", "with what"):
+        grid.add_column(heading, no_wrap=True)
+    for name, how in MEASURED_ELSEWHERE.items():
+        grid.add_row(name, how)
+    return grid
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 done, 2 wrong usage."""
     names = [one.name for one in MECHANISMS]
@@ -193,8 +208,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in wanted:
             found += ablation.run(name, seeds, note)
     print_wide(table(found), sys.stdout)
-    for name, why in WITHOUT_SWITCH.items():
-        print(f"no switch: {name}: {why}")
+    for word, variant in VARIANTS.items():
+        print(f"{word}: {variant.what}")
+    print_wide(elsewhere(), sys.stdout)
     print(json.dumps(as_json(found, options.seeds)))
     return 0
 

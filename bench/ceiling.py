@@ -32,29 +32,6 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
-def group_hit_ceiling(prompt_tokens: int, samples: int, page_size_tokens: int, engines_used: int = 1) -> float:
-    """Share of a group's prompt tokens that can be cached when its siblings share nothing with other groups.
-
-    (1 - r/G) * floor((P - 1) / page) * page / P, as the last token is always computed: for P = 240, page 16,
-    G = 8 that is 7/8 * 224/240. `engines_used` is r, the engines over which the group is split. In [0, 1).
-    """
-    _check_page(page_size_tokens)
-    if prompt_tokens < 1:
-        raise ValueError(f"prompt_tokens is {prompt_tokens}; a prompt has at least 1 token")
-    if not 1 <= engines_used <= samples:
-        raise ValueError(f"engines_used is {engines_used}; a group of {samples} uses between 1 and {samples} engines")
-    cacheable_tokens = (prompt_tokens - 1) // page_size_tokens * page_size_tokens
-    return (1.0 - engines_used / samples) * cacheable_tokens / prompt_tokens
-
-
-def groups_hit_ceiling(prompt_tokens: Sequence[int], samples: int, page_size_tokens: int) -> float:
-    """`group_hit_ceiling` of many groups of one size, each on one engine, weighted by prompt tokens."""
-    if not prompt_tokens:
-        raise ValueError("no group given: a ceiling needs at least one prompt")
-    cached = sum(tokens * group_hit_ceiling(tokens, samples, page_size_tokens) for tokens in prompt_tokens)
-    return cached / sum(prompt_tokens)
-
-
 def cacheable_prefix_tokens(prompts: Sequence[bytes], page_size_tokens: int) -> npt.NDArray[np.int64]:
     """For each prompt, in arrival order, the tokens that an infinite cache of the earlier ones would serve; shape (n,).
 

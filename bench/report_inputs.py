@@ -2,7 +2,7 @@
 
 Invariants
 - Nothing is invented: a file that is not there, did not come to its end, or is of another version is missing, with the reason and
-  the command that makes it.
+  the command that makes it. So is what `quality` has not run of its arms and workloads.
 - Lines of figures are what `quality_report.json_line` and `peers_report.json_line` wrote; the others are one JSON object, last.
 
 What this module does not know: what the figures mean.
@@ -18,8 +18,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from rolloutd.bench.arms import ARMS
 from rolloutd.bench.cost_table import FOLDER, last_line
 from rolloutd.bench.figures import Figures
+from rolloutd.bench.quality import WORKLOADS
+from rolloutd.bench.simulate import PRODUCT
 
 LINES = ("quality", "loop", "peers")  # files with one line of figures per arm, workload, seed and epoch
 # Files with one object, and the keys that the report reads beyond what it can do without.
@@ -38,8 +41,11 @@ OBJECTS: Mapping[str, tuple[str, ...]] = {
         "mean_points",
         "worst_points",
         "dispatched_points",
+        "makespan_seconds",
+        "samples_per_second",
+        "held_seconds",
     ),
-    "ablation": ("seeds", "rows"),
+    "ablation": ("seeds", "rows", "variants", "measured_elsewhere"),
 }
 _KNOWN = {one.name for one in fields(Figures)}
 _VERDICT = re.compile(r"(\w+), (cold|warm), against ([\w-]+)'s best \([^)]*\):")
@@ -81,6 +87,8 @@ def read_inputs(folder: Path = FOLDER) -> Inputs:
                 found.lines[name] = figure_lines(text)
                 if name == "peers":
                     found.sessions = session_ratios(text)
+                if name == "quality" and (lacking := lacking_arms(found.lines[name])):
+                    found.missing[name] = f"has not run {lacking}"
             else:
                 found.objects[name] = _object(text, OBJECTS[name])
         except ValueError as error:
@@ -108,6 +116,17 @@ def figure_lines(text: str) -> list[Figures]:
     if not found:
         raise ValueError("its last run did not come to its end")
     return found
+
+
+def lacking_arms(lines: Sequence[Figures]) -> str:
+    """Of all arms and workloads of `make bench-quality`, those without a line, in words; empty where none is missing."""
+    there = {(line.arm, line.workload) for line in lines}
+    parts = []
+    for arm in (PRODUCT, *ARMS):
+        lacking = [workload for workload in WORKLOADS if (arm, workload) not in there]
+        if lacking:
+            parts.append(arm if len(lacking) == len(WORKLOADS) else f"{arm} on {', '.join(lacking)}")
+    return "; ".join(parts)
 
 
 def session_ratios(text: str) -> dict[tuple[str, int, str], float]:

@@ -121,14 +121,16 @@ def _in_short(
     if failed:
         page.text("**Not met:**\n\n" + "\n".join(f"- {bar.what}: {_value(bar)} (bar {_limit(bar)})" for bar in failed))
     lost = [*losses(compared), *losses(wire)]
+    against = _against(inputs, wire)
     if lost:
         page.text(
             "**Where rolloutd loses** (its figure over the other's, seed by seed; the oracle, which is told lengths, is left out;"
             " in brackets what the spread, or too few seeds, leave open):\n\n"
             + "\n".join(f"- {sentence}" for sentence in _sentences(lost))
         )
-    elif compared or wire:
-        page.text("In these runs rolloutd is behind nobody who knows no more than it does.")
+        page.text(f"Compared with {against}.")
+    elif against:
+        page.text(f"In these runs rolloutd is behind nobody who knows no more than it does. Compared with {against}.")
     for name in ("quality", "loop"):
         seeds = seeds_of(inputs.of(name))
         if 0 < len(seeds) < ENOUGH_SEEDS:
@@ -140,6 +142,14 @@ def _in_short(
             "**Missing:**\n\n"
             + "\n".join(f"- {name} {why}: `{command(name)}`" for name, why in sorted(inputs.missing.items()))
         )
+
+
+def _against(inputs: Inputs, wire: Sequence[Comparison]) -> str:
+    """Whom losses were looked for against, per benchmark; empty where there was nobody."""
+    arms = {name: dict.fromkeys(line.arm for line in inputs.of(name)) for name in ("quality", "loop")}
+    arms["peers"] = dict.fromkeys(one.arm for one in wire)
+    others = {name: [arm for arm in found if arm not in (PRODUCT, ORACLE)] for name, found in arms.items()}
+    return "; ".join(f"{', '.join(found)} (`{command(name)}`)" for name, found in others.items() if found)
 
 
 def _sentences(lost: Sequence[Comparison]) -> list[str]:
@@ -326,6 +336,7 @@ def _ablation(page: Page, inputs: Inputs) -> None:
         "Each switched off, on the workloads where it should matter: how much worse the figure is without it (of prefix hits and "
         f"samples/s: how much less), over {found['seeds']} seeds; a mechanism that helps has a positive number. It is called so "
         "where the 95 % interval of the mean leaves out 0; of 20 that do nothing, one is so by chance.",
+        "After a workload's name:\n\n" + "\n".join(f"- {word}: {what}" for word, what in found["variants"].items()),
     )
     rows = ["| mechanism | workload | figure | with it | worse without | |", "|---|---|---|---|---|---|"]
     order = {one.name: place for place, one in enumerate(MECHANISMS)}
@@ -352,7 +363,7 @@ def _ablation(page: Page, inputs: Inputs) -> None:
         list(dict.fromkeys(dot.row for dot in dots)),
     )
     page.text(
-        "Without a switch:\n\n" + "\n".join(f"- {name}: {why}" for name, why in found.get("without_switch", {}).items())
+        "Measured elsewhere:\n\n" + "\n".join(f"- {name}: {how}" for name, how in found["measured_elsewhere"].items())
     )
 
 
@@ -388,10 +399,17 @@ def _scale_and_mix(page: Page, inputs: Inputs) -> None:
                 else "."
             ),
         )
-        rows = ["| lengths | settings | mean | worst window | of what was dispatched |", "|---|---|---|---|---|"]
+        heads = {
+            "worst_points": "worst window",
+            "dispatched_points": "of what was dispatched",
+            "makespan_seconds": "makespan, s",
+            "samples_per_second": "samples/s",
+            "held_seconds": "kept back, mean s",
+        }
+        rows = ["| lengths | settings | mean | " + " | ".join(heads.values()) + " |", "|---" * (3 + len(heads)) + "|"]
         for lengths, by_settings in mix["mean_points"].items():
             for settings, mean in by_settings.items():
-                others = (mix[name][lengths][settings] for name in ("worst_points", "dispatched_points"))
+                others = (mix[name][lengths][settings] for name in heads)
                 rows.append(
                     f"| {lengths} | {settings} | {mean:.2f} | " + " | ".join(f"{one:.2f}" for one in others) + " |"
                 )

@@ -51,7 +51,7 @@ Note = Callable[[str, int, int], None]  # (what runs, rollouts back, rollouts)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What one call simulates."""
+    """What one call simulates. says_steps: of a training loop, whether the trainer says which step needs its work of the next one."""
 
     name: str
     draw: Draw
@@ -60,6 +60,7 @@ class Plan:
     config: SchedulerConfig
     steps: int = 0  # of a training loop; 0: no loop
     scale: int = 1
+    says_steps: bool = True
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -156,7 +157,9 @@ def _train(
 ) -> Figures:
     off = plan.name == LOOPS[1]
     vocabulary = machines[0].model.vocabulary_size
-    loop = TrainingLoop(epochs, seed, vocabulary, steps=plan.steps, off=off, scale=plan.scale)
+    loop = TrainingLoop(
+        epochs, seed, vocabulary, steps=plan.steps, off=off, scale=plan.scale, says_steps=plan.says_steps
+    )
     loop.run(None if note is None else lambda done: note(f"{plan.name} {arm} seed {seed}", done, plan.steps))
     return loop_figures(arm, plan.name, seed, loop, machines)
 

@@ -42,10 +42,19 @@ LOOPS = ("Q5", "Q5-off")  # synchronous, one step off
 
 
 class TrainingLoop:
-    """One loop over one scheduler. `off`: one step off-policy."""
+    """One loop over one scheduler. `off`: one step off-policy. `says_steps`: such a trainer says which step needs its work of the next
+    one, so that it becomes critical with that step; else it stays REUSABLE."""
 
     def __init__(
-        self, epochs: Epochs, seed: int, vocabulary_size: int, *, steps: int, off: bool, scale: int = 1
+        self,
+        epochs: Epochs,
+        seed: int,
+        vocabulary_size: int,
+        *,
+        steps: int,
+        off: bool,
+        scale: int = 1,
+        says_steps: bool = True,
     ) -> None:
         self.waits: list[float] = []  # of the trainer for each step's rollouts, seconds
         self.taken: list[float] = []  # from submission to the last rollout, seconds
@@ -58,6 +67,7 @@ class TrainingLoop:
         self._count = steps
         self._off = off
         self._scale = scale
+        self._says_steps = says_steps
 
     def run(self, note: Callable[[int], None] | None = None) -> None:
         """The whole loop; `note` is called with the number of steps done."""
@@ -98,7 +108,9 @@ class TrainingLoop:
         )
         if not self._off or step == 0:
             return drawn
-        return Workload.of(drawn.name, (replace(item, work_class=WorkClass.REUSABLE) for item in drawn.items))
+        needed = step if self._says_steps else None
+        ahead = (replace(item, work_class=WorkClass.REUSABLE, needed_by_step=needed) for item in drawn.items)
+        return Workload.of(drawn.name, ahead)
 
     def _begin(self, step: int) -> None:
         if step == len(self.steps) and step < self._count:

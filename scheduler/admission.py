@@ -4,12 +4,13 @@ Slots are what an engine runs at most. How many it admits depends on memory it p
 request with its remaining max_new_tokens), which nobody outside can compute. So: when an engine lets work wait although it
 prefills nothing, it is full; what waits there comes back, where it can still be re-ordered or go elsewhere, and the number
 that runs becomes the engine's limit for long work. While nothing waits there the limit rises again, more slowly after each
-time that was too early.
+time that was too early. `budget.learn_limits` switches that off: what an engine lets wait stays in its queue.
 
 Invariants
 - Work recalled has no token yet; a recall is neither a fault of the engine nor an attempt of the rollout.
 - Short work is not limited and not recalled: it fits where a long generation does not.
-- An engine that is empty, or has run at its limit without a queue until the limit reached its slots, has no limit.
+- An engine that is empty, or has run at its limit without a queue until the limit reached its slots, has no limit. Switched off
+  while there are limits, each is gone with its engine's next report.
 
 What this module does not know: memory, other engines.
 """
@@ -36,6 +37,11 @@ def note_load(world: World, engine: Engine, load: EngineLoad) -> None:
     now = world.now
     moved = load.prefilled_tokens_total != engine.queue_prefilled_tokens
     engine.queue_prefilled_tokens = load.prefilled_tokens_total
+    if not world.config.budget.learn_limits:
+        engine.queue_since = None
+        if engine.limit is not None:
+            _lift_limit(world, engine)
+        return
     if not load.waiting_rollouts:
         engine.queue_since = None
         _raise_limit(world, engine)
@@ -50,16 +56,23 @@ def _raise_limit(world: World, engine: Engine) -> None:
     if engine.limit is None:
         return
     if not engine.slots_used:
-        engine.limit = None
-        engine.raise_seconds = FIRST_RAISE_SECONDS
+        _lift_limit(world, engine)
     elif engine.slots_used >= engine.limit and world.now >= engine.raise_at:
         engine.limit += max(1, engine.facts.slots // RAISE_DIVISOR)
         engine.raise_at = world.now + engine.raise_seconds
         if engine.limit >= engine.facts.slots:
-            engine.limit = None
-            engine.raise_seconds = FIRST_RAISE_SECONDS
-    else:
-        return
+            _lift_limit(world, engine)
+        else:
+            _note_room(world, engine)
+
+
+def _lift_limit(world: World, engine: Engine) -> None:
+    engine.limit = None
+    engine.raise_seconds = FIRST_RAISE_SECONDS
+    _note_room(world, engine)
+
+
+def _note_room(world: World, engine: Engine) -> None:
     engine.note_room()
     world.dirty = True
 

@@ -65,6 +65,7 @@ class Look:
         "_is_critical",
         "_groups",
         "_least_cost",
+        "_marginal",
         "_mark",
         "_now",
         "_pass",
@@ -107,6 +108,7 @@ class Look:
         # Of engine terms one adds: at most the share of the longest hit here. One takes away: at least the emptiest's slots.
         self._prefix_weight = max(0.0, weights.prefix)
         self._least_cost = weights.cost * roomy.least_fill if weights.cost > 0.0 else 0.0
+        self._marginal = world.config.queue.marginal_credit
         self._spares = world.config.queue.spare_duplicates
         self._groups = self._is_critical and world.config.queue.place_groups
         self._spreads = self._groups and grouping.spreads(run)
@@ -172,7 +174,7 @@ class Look:
         if segments:
             hit = self._world.index.held(segments, engine.cache_key)
             if self._common < 0:
-                self._common = common_hit(self._world, entry)
+                self._common = common_hit(self._world, entry) if self._marginal else 0
         elif self._common < 0:
             self._common = 0
         capacity = engine.facts.kv_capacity_tokens

@@ -1,4 +1,4 @@
-"""Tokens of a prompt that every live engine has: they favour nobody.
+"""Tokens of a prompt that every live engine has: they favour nobody (`scheduler.marginal_credit` off: they are not looked for).
 
 Invariants
 - The work does not grow with the number of engines, but for prompts that only some engines can take at all.

@@ -40,11 +40,13 @@ class QueueSettings:
     leader_timeout_seconds: float = 20.0  # siblings stop waiting for their leader's first token, or for its engine
     min_shared_tokens: int = 32  # prefixes shorter than this are not worth waiting for
     spare_duplicates: bool = True  # what no engine has goes before what another one has: `scoring/duplicate.py`
+    marginal_credit: bool = True  # what every engine has attracts nobody; off: it counts in full: `common_prefix.py`
     place_groups: bool = True  # siblings apart where prefill is cheap, together where it is dear: `grouping.py`
     session_patience_seconds: float = 20.0  # a later turn waits so long for the engine with its context; 0: not at all
     large_reserve_seconds: float = 10.0  # a rollout too large for any gap gets an engine kept free for it after this
     decision_ring: int = 4096
     max_strata: int = 64
+    learn_lengths: bool = True  # rollouts tell what others will write; off: the caller's limit alone does: `lengths.py`
     strict_mix: bool = (
         True  # a stated target mix orders dispatches inside a class; else it is a term of the score alone
     )
@@ -93,7 +95,8 @@ class BudgetSettings:
 
     default: Budget = field(default_factory=Budget)
     shrink_seconds: float = 5.0
-    kv_watermark: float = 0.9  # claims above this share of an engine's KV hold new sessions, continuations pass
+    kv_watermark: float = 0.9  # claims above this share of an engine's KV hold new sessions, continuations pass; 1: off
+    learn_limits: bool = True  # an engine that lets work wait gets less; off: it stays in its queue: `admission.py`
     growth_tokens: int = 256  # a claim that is outgrown grows by this much at a time
     headroom_tokens: int = 64  # tokens an engine may write between two reports and an abort
 

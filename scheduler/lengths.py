@@ -9,6 +9,9 @@ has written g tokens is an observation cut off at g, imputed by its conditional 
 and the posterior mean is found in a few rounds. Without the cut-off ones the first to finish, the shortest, would make every
 prompt look short. What earlier epochs of a prompt did counts as finished rollouts.
 
+`scheduler.learn_lengths` off: nothing of that is used for estimates, which stand on the caller's limit and on what the rollout has
+written itself. It is noted all the same, so that switching it on again starts from all that was seen.
+
 Invariants
 - Bounded: at most `MAX_PROMPTS` prompts are remembered, least recently used first to go; running ones are never forgotten.
 - Estimates are finite, at least 1 and at most the caller's `max_new_tokens`.
@@ -48,6 +51,8 @@ FAR_DEVIATIONS: Final = 6.0  # beyond the mean, where the normal's tail needs no
 SQRT_HALF: Final = math.sqrt(0.5)
 ERFC: Final = math.erfc  # compiled, found once and not at each call
 WORST_DEVIATIONS: Final = -NORMAL.inv_cdf(WORST_SHARE)
+UNKNOWN_BETWEEN: Final = BETWEEN_SHARE * START_VARIANCE
+UNKNOWN_WITHIN: Final = math.sqrt((1.0 - BETWEEN_SHARE) * START_VARIANCE)
 
 
 class _Task:
@@ -101,7 +106,10 @@ class _Prompt:
 
 
 class LengthModel:
-    def __init__(self) -> None:
+    """learns: whether estimates use what was noted; may be changed at any time."""
+
+    def __init__(self, learns: bool = True) -> None:
+        self.learns = learns
         self._seconds = 0
         self._tasks: dict[Kind, _Task] = {}
         self._prompts: OrderedDict[tuple[str, Kind], _Prompt] = OrderedDict()
@@ -210,11 +218,13 @@ class LengthModel:
 
     def _predict(self, prompt_hash: str, kind: Kind, max_new_tokens: int) -> tuple[float, float, float]:
         """(log-mean of the prompt, standard deviation between its samples, variance of what is not known of the log-mean)."""
+        if not self.learns:
+            return _unknown(max_new_tokens), UNKNOWN_WITHIN, UNKNOWN_BETWEEN
         prompt = self._prompts.get((prompt_hash, kind))
         task = self._task(kind) if prompt is None else prompt.task
         within = math.sqrt((1.0 - BETWEEN_SHARE) * task.variance)
         between = BETWEEN_SHARE * task.variance
-        prior = task.mean if task.mean is not None else math.log(max(2.0, max_new_tokens * UNKNOWN_SHARE))
+        prior = task.mean if task.mean is not None else _unknown(max_new_tokens)
         if prompt is None:
             return prior, within, between
         if prompt.stale or prompt.task_version != task.version:
@@ -243,6 +253,11 @@ class LengthModel:
         else:
             self._prompts.move_to_end(key)
         return prompt
+
+
+def _unknown(max_new_tokens: int) -> float:
+    """Log-mean before there are data."""
+    return math.log(max(2.0, max_new_tokens * UNKNOWN_SHARE))
 
 
 def _expected(log_mean: float, deviation: float, max_new_tokens: int, written: int) -> float:

@@ -50,6 +50,7 @@ def adopt(world: World, config: SchedulerConfig) -> Refusal | None:
     ordered_otherwise = _keys_of(config) != _keys_of(before)
     for run in world.runs.values():
         run.phase.settings = config.policy
+        run.lengths.learns = config.queue.learn_lengths
         if run.ledger.budget is before.budget.default:
             _follow_default(world, run, config)
         if ordered_otherwise:
@@ -66,7 +67,8 @@ def adopt(world: World, config: SchedulerConfig) -> Refusal | None:
 
 def _keys_of(config: SchedulerConfig) -> tuple[object, ...]:
     """What the keys of those that wait are made of."""
-    return config.weights, config.policy, config.queue.aging_seconds, config.queue.spare_duplicates
+    queue = config.queue
+    return config.weights, config.policy, queue.aging_seconds, queue.spare_duplicates, queue.learn_lengths
 
 
 def keeping_fixed(config: SchedulerConfig, current: SchedulerConfig) -> SchedulerConfig:

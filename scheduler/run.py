@@ -132,7 +132,7 @@ class Run:
         self.state_since = now  # when the trainer came into the state that it reports
         self.phase = PhaseState(config.policy)
         self.last_prompt = LastPrompt()
-        self.lengths = LengthModel()
+        self.lengths = LengthModel(config.queue.learn_lengths)
         self.mix = Mix(settings.target_mix, config.queue.max_strata)
         self.mix_hold: MixHold | None = None  # results that are kept back for the mix, where it asks for that
         self.supply = Meter(now)

@@ -205,3 +205,31 @@ def test_ci_runs_the_test_command_and_nothing_else() -> None:
     commands = [line for line in script.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
     assert commands[0] == "set -euo pipefail"
     assert commands[-1] == "exec make test"
+
+
+# Benchmarks
+
+
+@pytest.mark.parametrize(
+    ("printed", "status", "kept"),
+    [("a table\n{}\n", 0, "a table\n{}\n"), ("a table\n{}\n", 1, "a table\n{}\n"), ("a tab", 1, "before\n{}\n")],
+    ids=["done", "done, and it failed", "broke off"],
+)
+def test_a_benchmark_that_breaks_off_leaves_the_last_result(
+    tmp_path: Path, printed: str, status: int, kept: str
+) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("requirements.lock", "pyproject.toml", "installed"):
+        (tmp_path / name).touch()
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nprintf '{printed}'\nexit {status}\n", encoding="utf-8")
+    python.chmod(0o755)
+    result = tmp_path / "runs/bench/mix.txt"
+    result.parent.mkdir(parents=True)
+    result.write_text("before\n{}\n", encoding="utf-8")
+
+    done = run("make", "COMPILED=0", "STAMP=installed", "PYTHON=./python", "bench-mix", cwd=tmp_path)
+
+    assert (done.returncode != 0) is (status != 0), done.stdout
+    assert printed in done.stdout and result.read_text(encoding="utf-8") == kept
+    assert (result.parent / "mix.txt.new").exists() is (kept != printed)

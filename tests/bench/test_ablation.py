@@ -8,7 +8,7 @@ import pytest
 
 from rolloutd.bench import ablation
 from rolloutd.bench.ablation import rows
-from rolloutd.bench.ablation_mechanisms import MECHANISMS, SETTLED, settled
+from rolloutd.bench.ablation_mechanisms import MEASURED_ELSEWHERE, MECHANISMS, VARIANTS, settled
 from rolloutd.bench.figures import NAMES, Figures
 from rolloutd.bench.quality_report import HEADINGS
 from rolloutd.bench.scenarios import SCENARIOS
@@ -17,18 +17,42 @@ from rolloutd.scheduler.config import SchedulerConfig
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda one: one.name)
-def test_a_mechanism_changes_settings_and_shows_in_known_figures(mechanism: ablation.Mechanism) -> None:
-    default = SchedulerConfig()
-    assert mechanism.without(default) != default
-    assert mechanism.without(mechanism.without(default)) == mechanism.without(default)
+def test_a_mechanism_changes_what_is_served_and_shows_in_known_figures(mechanism: ablation.Mechanism) -> None:
+    """Also where its workload's settings are not the default ones, which must have it on."""
     for workload, figures in mechanism.shows_in.items():
-        assert workload.removesuffix(SETTLED) in (*SCENARIOS, *LOOPS)
+        plan = ablation._plan(workload, warm=False, steps=3)
+        off = mechanism.without(plan)
+        assert off != plan and mechanism.without(off) == off
+        name, *words = workload.split(" ")
+        assert name in SCENARIOS or (name in LOOPS and not words), "a loop goes by its name"
+        assert set(words) <= VARIANTS.keys()
         assert figures and set(figures) <= set(NAMES) & set(HEADINGS)
 
 
 def test_names_are_told_apart() -> None:
-    assert len({one.name for one in MECHANISMS}) == len(MECHANISMS)
+    names = [*(one.name for one in MECHANISMS), *MEASURED_ELSEWHERE]
+    assert len(set(names)) == len(names)
+
+
+def test_variants_are_what_they_say() -> None:
     assert settled(SchedulerConfig()).policy.cold_start_steps == 0
+    as_it_is, tight, both, floors, warm = (
+        ablation._plan(name, name == "Q4", 3) for name in ("Q3", "Q4 tight", "Q4 tight agentic", "Q3 floors", "Q4")
+    )
+    assert as_it_is.config == SchedulerConfig() and (as_it_is.name, as_it_is.epochs, warm.epochs) == ("Q3", 1, 2)
+    assert {one.kv_tokens for one in tight.pool.machines} == {60_000} and tight.config == SchedulerConfig()
+    assert both.pool == tight.pool and both.name == "Q4 tight agentic"
+    assert {"memory-full", "cache-missed"} <= {rule.name for rule in both.config.rules}
+    assert [quota.floor_rollouts for quota in floors.config.budget.default.classes.values()] == [16, 8]
+
+
+def test_a_rule_and_a_trainers_word_are_switches_too() -> None:
+    memory, step = (one for one in MECHANISMS if one.name in ("rule memory-full", "speculation promoted by step"))
+    plan = ablation._plan("Q4 tight agentic", warm=False, steps=3)
+    left = {rule.name for rule in memory.without(plan).config.rules}
+    assert left == {rule.name for rule in plan.config.rules} - {"memory-full"}
+    loop = ablation._plan("Q5-off", warm=False, steps=3)
+    assert loop.says_steps and not step.without(loop).says_steps and step.without(loop).config == loop.config
 
 
 def test_worse_is_positive_also_where_more_is_better() -> None:
@@ -61,11 +85,14 @@ def test_the_command_runs_on_and_off_and_ends_in_json(
     monkeypatch.setattr(ablation, "simulate", simulate)
     assert ablation.main(["--mechanisms", "hold for prefix", "--seeds", "3", "--first", "5"]) == 0
     assert [seed for seed, _, _ in seen] == [5, 5, 6, 6, 7, 7]
-    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    out = capsys.readouterr().out
+    found = json.loads(out.splitlines()[-1])
+    assert found["measured_elsewhere"] == MEASURED_ELSEWHERE and set(found["variants"]) == set(VARIANTS)
+    assert all(name in out and how in out for name, how in MEASURED_ELSEWHERE.items())
     (row,) = found["rows"]
     assert row["mechanism"] == "hold for prefix" and row["values"] == [0.25, 0.26, 0.27] and row["verdict"] == "helps"
     assert ablation.main(["--mechanisms", "quiet tail", "--seeds", "1"]) == 0
-    assert seen[-1][1:] == (0, f"Q3{SETTLED}"), "in the phase where it does something"
+    assert seen[-1][1:] == (0, "Q3 settled"), "in the phase where it does something"
     with pytest.raises(SystemExit):
         ablation.main(["--mechanisms", "quiet tail", "--workloads", "Q1"])
-    assert f"Q3{SETTLED}" in capsys.readouterr().err
+    assert "Q3 settled" in capsys.readouterr().err

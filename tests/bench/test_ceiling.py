@@ -3,13 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rolloutd.bench.ceiling import (
-    cacheable_prefix_tokens,
-    group_hit_ceiling,
-    groups_hit_ceiling,
-    lru_prefix_tokens,
-    prefix_hit_ceiling,
-)
+from rolloutd.bench.ceiling import cacheable_prefix_tokens, lru_prefix_tokens, prefix_hit_ceiling
 from rolloutd.bench.w1 import AGENT, MATH
 from rolloutd.bench.workload import Limits
 
@@ -59,33 +53,25 @@ def test_same_as_the_naive_twin_on_drawn_prompts_with_a_shared_head() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "samples", "page", "engines", "hit"),
+    ("prompt", "samples", "page", "hit"),
     [
-        (240, 8, 16, 1, 7 / 8 * 224 / 240),  # a whole number of pages: the last one holds the token that is computed
-        (241, 8, 16, 1, 7 / 8 * 240 / 241),
-        (156, 8, 64, 1, 7 / 8 * 128 / 156),  # 71.8 %
-        (100_001, 16, 1, 1, 15 / 16 * 100_000 / 100_001),
-        (240, 8, 16, 4, 1 / 2 * 224 / 240),
-        (240, 8, 16, 8, 0.0),
-        (16, 8, 16, 1, 0.0),
+        (240, 8, 16, 7 / 8 * 224 / 240),  # a whole number of pages: the last one holds the token that is computed
+        (241, 8, 16, 7 / 8 * 240 / 241),
+        (156, 8, 64, 7 / 8 * 128 / 156),
+        (100_001, 16, 1, 15 / 16 * 100_000 / 100_001),
+        (16, 8, 16, 0.0),
     ],
 )
-def test_known_group_ceilings(prompt: int, samples: int, page: int, engines: int, hit: float) -> None:
-    assert group_hit_ceiling(prompt, samples, page, engines) == pytest.approx(hit)
-
-
-@given(st.lists(st.integers(1, 90), min_size=1, max_size=6), st.integers(1, 8), st.integers(1, 20))
-def test_formula_and_exact_ceiling_agree_on_groups_that_share_nothing(
-    lengths: list[int], samples: int, page: int
-) -> None:
-    arrived = [packed([group] * length) for group, length in enumerate(lengths) for _ in range(samples)]
-    assert groups_hit_ceiling(lengths, samples, page) == pytest.approx(prefix_hit_ceiling(arrived, page))
+def test_known_group_ceilings(prompt: int, samples: int, page: int, hit: float) -> None:
+    assert prefix_hit_ceiling([packed([7] * prompt)] * samples, page) == pytest.approx(hit)
 
 
 def test_w1_ceiling_is_that_of_its_groups() -> None:
+    """All members but the first find the whole pages before the prompt's last token; groups share nothing."""
     items = MATH.draw(1, LIMITS, step=0)
     exact = prefix_hit_ceiling([item.prompt_bytes for item in items], 16)
-    assert exact == pytest.approx(groups_hit_ceiling([item.prompt_tokens for item in items[::8]], 8, 16))
+    prompts = [item.prompt_tokens for item in items[::8]]
+    assert exact == pytest.approx(7 / 8 * sum((tokens - 1) // 16 * 16 for tokens in prompts) / sum(prompts))
     assert 0.80 < exact < 0.875
 
 
@@ -162,9 +148,3 @@ def test_nothing_and_nonsense() -> None:
         cacheable_prefix_tokens([packed([1])], 0)
     with pytest.raises(ValueError, match="no prompt"):
         prefix_hit_ceiling([], 16)
-    with pytest.raises(ValueError, match="no group"):
-        groups_hit_ceiling([], 8, 16)
-    with pytest.raises(ValueError, match="prompt_tokens"):
-        group_hit_ceiling(0, 8, 16)
-    with pytest.raises(ValueError, match="engines_used"):
-        group_hit_ceiling(10, 8, 16, 9)

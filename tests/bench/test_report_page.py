@@ -10,10 +10,12 @@ import pytest
 from rich.console import Console
 
 from rolloutd.bench import report_page
+from rolloutd.bench.arms import ARMS
 from rolloutd.bench.figures import Figures
 from rolloutd.bench.paired import differences, ratios, summary
 from rolloutd.bench.peers_report import json_line as peers_line
 from rolloutd.bench.peers_report import verdicts
+from rolloutd.bench.quality import WORKLOADS
 from rolloutd.bench.quality_report import json_line
 from rolloutd.bench.report_bars import Bar, bars
 from rolloutd.bench.report_comparisons import comparisons, losses
@@ -128,14 +130,37 @@ def test_inputs_that_broke_off_or_are_of_another_version_are_missing(tmp_path: P
     (tmp_path / "core.txt").write_text("Traceback\n", encoding="utf-8")
     (tmp_path / "publish.txt").write_text('{"expire_ms": 1.5}\n', encoding="utf-8")
     (tmp_path / "scale.txt").write_text('{"decision_ratio": 1.5}\n', encoding="utf-8")
+    older = {"window": 256, "seeds": 3, "rounding_points": 0.5, "in_order_of_mix_points": {"alike": 4.0}}
+    older |= dict.fromkeys(("mean_points", "worst_points", "dispatched_points"), {"alike": {"default": 16.5}})
+    (tmp_path / "mix.txt").write_text(json.dumps(older) + "\n", encoding="utf-8")
+    (tmp_path / "ablation.txt").write_text('{"seeds": 3, "rows": [], "without_switch": {}}\n', encoding="utf-8")
     inputs = read_inputs(tmp_path)
     assert inputs.of("quality") == q1("rolloutd", [1.1]) and inputs.objects == {"publish": {"expire_ms": 1.5}}
     assert set(inputs.made) == {"quality", "publish"}
     assert "another version (without rollouts, " in inputs.missing["scale"]
     assert "did not come to its end" in inputs.missing["loop"] and "did not come to its end" in inputs.missing["core"]
-    assert "another version (flavour)" in inputs.missing["peers"] and inputs.missing["mix"] == "has not run here"
+    assert "another version (flavour)" in inputs.missing["peers"] and inputs.missing["leaks"] == "has not run here"
+    assert (
+        "(without makespan_seconds, " in inputs.missing["mix"] and "(without variants, " in inputs.missing["ablation"]
+    )
     with pytest.raises(ValueError, match="in the middle of a line"):
         figure_lines(good[:40])
+
+
+def test_arms_and_workloads_that_did_not_run_are_named_and_what_ran_is_no_gap(tmp_path: Path) -> None:
+    def written(*left_out: tuple[str, str]) -> Inputs:
+        lines = [
+            line(arm, workload, makespan_over_bound=1.1)
+            for workload in WORKLOADS
+            for arm in ("rolloutd", *ARMS)
+            if (arm, workload) not in left_out
+        ]
+        (tmp_path / "quality.txt").write_text("\n".join(map(json_line, lines)) + "\n", encoding="utf-8")
+        return read_inputs(tmp_path)
+
+    assert "quality" not in written().missing
+    found = written(*(("prefix", workload) for workload in WORKLOADS), ("oracle", "Q3"))
+    assert found.missing["quality"] == "has not run prefix; oracle on Q3" and found.of("quality")
 
 
 def test_sessions_on_the_wire_are_read_from_the_sentences_that_bench_peers_prints(tmp_path: Path) -> None:
@@ -169,11 +194,15 @@ def test_a_page_says_what_is_missing_lost_and_not_met(tmp_path: Path, capsys: py
             "on": 1.2, "worse": 0.1, "deviation": 0.01, "values": [0.1, 0.11, 0.09], "verdict": "not read",
         }
     ]  # fmt: skip
-    ablation = {"core": "compiled core", "seeds": 3, "rows": rows, "without_switch": {"length priors": "why"}}
+    ablation = {
+        "core": "compiled core", "seeds": 3, "rows": rows, "variants": {"settled": "in the STABLE phase"},
+        "measured_elsewhere": {"diversity": "`make bench-mix`"},
+    }  # fmt: skip
     (inputs / "ablation.txt").write_text(json.dumps(ablation), encoding="utf-8")
     points = {"alike": {"held": 0.5, "default": 3.0}}
     mix = {"window": 256, "seeds": 1, "rounding_points": 0.4, "in_order_of_mix_points": {"alike": 1.5}}
     mix |= dict.fromkeys(("mean_points", "worst_points", "dispatched_points"), points)
+    mix |= dict.fromkeys(("makespan_seconds", "samples_per_second", "held_seconds"), points)
     (inputs / "mix.txt").write_text(json.dumps(mix), encoding="utf-8")
     stale = tmp_path / "docs" / "figures" / "report-wire.png"
     stale.parent.mkdir(parents=True)
@@ -182,9 +211,15 @@ def test_a_page_says_what_is_missing_lost_and_not_met(tmp_path: Path, capsys: py
     text = page.read_text(encoding="utf-8")
     assert "- Q1 cold: makespan / bound, seed 1: 1.41 (bar at most 1.16)" in text
     assert "- Q1 cold, makespan / bound: sticky 1.2" in text and "oracle 1" not in text
+    assert "Compared with sticky (`make bench-quality`)." in text
+    assert (
+        "- quality has not run rolloutd on Q1s, Q2, Q3, Q4; fifo; round-robin; least-in-flight; sticky on Q1s, Q2, Q3, Q4; prefix; "
+        "cache-aware; oracle on Q1s, Q2, Q3, Q4: `make bench-quality`" in text
+    )
+    assert "- settled: in the STABLE phase" in text and "- diversity: `make bench-mix`" in text
     assert "- core has not run here: `make bench-core`" in text
     assert "had 3 of the 10 seeds" in text
-    assert "by 1.50 (alike lengths): more than the bar" in text and "| alike | default | 3.00 | 3.00 | 3.00 |" in text
+    assert "by 1.50 (alike lengths): more than the bar" in text and "| alike | default | 3.00 " in text
     assert "| moves | Q3 settled | critical / its bound | 1.200 | +0.100 ± 0.010 | **helps** |" in text
     shown = {path.name for path in stale.parent.iterdir()}
     assert shown == {"report-steps.png", "report-pairs.png", "report-ablation.png"}

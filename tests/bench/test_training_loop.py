@@ -9,7 +9,6 @@ import pytest
 from rolloutd.bench import training_loop
 from rolloutd.bench.arms import ARMS
 from rolloutd.bench.bounds import EngineShape, workload_bound
-from rolloutd.bench.ceiling import groups_hit_ceiling
 from rolloutd.bench.simulated import UPDATE_SECONDS, Epochs
 from rolloutd.bench.training_loop import TRAIN_SECONDS, TrainingLoop, loop_bound_seconds, loop_figures
 from rolloutd.bench.virtual_core import Core
@@ -47,7 +46,9 @@ def test_a_synchronous_step_waits_for_all_of_its_rollouts_trains_and_publishes(a
     assert figures.idle_ratio is not None and figures.idle_ratio_least is not None
     assert 0.0 < figures.idle_ratio_least < figures.idle_ratio < 1.0
     prompts = [item.prompt_tokens for step in range(2) for item in loop.workload(step).items[::8]]
-    assert figures.prefix_hit_ceiling == pytest.approx(groups_hit_ceiling(prompts, 8, 16), abs=1e-4)
+    assert figures.prefix_hit_ceiling == pytest.approx(
+        7 / 8 * sum((tokens - 1) // 16 * 16 for tokens in prompts) / sum(prompts), abs=1e-4
+    )
     assert figures.prefix_hit is not None and figures.prefix_hit <= figures.prefix_hit_ceiling
     if isinstance(core, Scheduler):
         core.check()
@@ -87,6 +88,18 @@ def test_vectors_of_the_steps() -> None:
         )
         for one in drawn
     ] == [(512, 82184, 854260), (512, 77232, 933628), (512, 82184, 815057), (80, 26834, 539218)]
+
+
+def test_a_trainer_may_leave_unsaid_which_step_needs_its_work_of_the_next() -> None:
+    said, unsaid = (
+        TrainingLoop(Epochs(_core("fifo"), [MACHINE]), 0, 32_000, steps=3, off=True, says_steps=says)
+        for says in (True, False)
+    )
+    assert {(item.work_class, item.needed_by_step) for item in unsaid.workload(2).items} == {(WorkClass.REUSABLE, None)}
+    assert unsaid.workload(0).items == said.workload(0).items, "the first step is waited for from the start"
+    assert [item.output_tokens for item in unsaid.workload(2).items] == [
+        item.output_tokens for item in said.workload(2).items
+    ]
 
 
 def test_the_bound_of_a_loop() -> None:

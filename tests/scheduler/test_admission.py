@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rolloutd.scheduler.events import EngineLoad, EngineReadiness
+from rolloutd.scheduler.events import EngineLoad, EngineReadiness, Reconfigure
 from rolloutd.scheduler.states import TaskType
-from tests.scheduler.kit import Bench, engine, engines, specs
+from tests.scheduler.kit import Bench, config, engine, engines, specs
 
 
 def report(bench: Bench, running: int, waiting: int, prefilled: int = 1000, engine_id: str = "e0") -> None:
@@ -50,6 +50,26 @@ def test_what_an_engine_lets_wait_comes_back_and_does_not_return_there() -> None
         bench.tick()
     assert len(bench.ended) == 8 and all(bench.whole(rollout_id) for rollout_id in bench.ended)
     bench.quiet()
+
+
+def test_switched_off_it_stays_where_it_waits() -> None:
+    bench = Bench(engine(slots=8), settings=config(budget={"learn_limits": False}))
+    overfull(bench, admitted=3)
+    assert not bench.leaving() and len(bench.live) == 8
+
+
+def test_switched_off_later_a_limit_is_gone_with_the_next_report() -> None:
+    bench = Bench(engine(slots=8))
+    overfull(bench, admitted=3)
+    assert len(bench.stop_aborted()) == 5
+    bench.do(Reconfigure(config(budget={"learn_limits": False})))
+    assert bench.tick() == []
+    report(bench, 3, 0)
+    assert len(bench.tick()) == 5
+    for _ in range(5):
+        report(bench, 3, 5)
+        bench.now += 1.0
+    assert not bench.leaving()
 
 
 def test_it_goes_to_an_engine_with_room() -> None:

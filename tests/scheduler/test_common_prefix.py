@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
 from rolloutd.scheduler.common_prefix import common_hit
 from rolloutd.scheduler.entry import Entry
 from rolloutd.scheduler.events import DrainEngine, LoseEngine
 from rolloutd.scheduler.lineage import Lineage
 from rolloutd.scheduler.spec import EngineFacts
-from tests.scheduler.kit import RUN, Bench, engine, prompt, spec
+from tests.scheduler.kit import RUN, Bench, config, engine, engines, prompt, spec
 
 PROMPT = prompt("p", 160)
 
@@ -60,3 +62,18 @@ def test_one_that_could_not_serve_it_does_not_count() -> None:
     small = engine("e2", 1, context_tokens=100)
     bench, entry = waiting(engine("e0", 1), engine("e1", 1), small)
     assert common(bench, entry) == 144
+
+
+@pytest.mark.parametrize(("marginal", "first"), [(True, "fresh"), (False, "shared")], ids=["marginal", "switched off"])
+def test_what_every_engine_has_does_not_go_before_what_has_waited_longer(marginal: bool, first: str) -> None:
+    bench = Bench(*engines(2, 1), settings=config(queue={"marginal_credit": marginal}))
+    bench.run(spec("busy0"), spec("busy1"))
+    for one in engines(2, 1):
+        bench.core._world.index.insert(
+            Lineage(RUN, "policy").namespace(0), PROMPT, bench.engine(one.engine_id).cache_key
+        )
+    bench.submit(spec("fresh", 160))
+    bench.now += 5.0
+    bench.submit(spec("shared", token_bytes=PROMPT))
+    bench.finish("busy0")
+    assert [one.rollout_id for one in bench.tick()] == [first]

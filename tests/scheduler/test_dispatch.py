@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from rolloutd.scheduler.actions import Dispatch
-from rolloutd.scheduler.events import DrainEngine, EngineReadiness, LoseEngine
+from rolloutd.scheduler.events import DrainEngine, EngineReadiness, LoseEngine, Reconfigure
 from rolloutd.scheduler.scoring import TERMS
 from rolloutd.scheduler.spec import Quota, Weights
 from rolloutd.scheduler.states import Code, FaultKind, Gate, Outcome, TaskType
@@ -156,6 +156,19 @@ def test_an_engines_memory_is_not_overbooked_and_pressure_holds_new_sessions() -
     bench.submit(*[spec(f"turn{index}", 64, turn=1) for index in range(3)])
     assert len(bench.tick()) == 1, "continuations may use what is above the watermark, to the last page"
     assert bench.engine("e0").kv_claimed_tokens == 960
+
+
+@pytest.mark.parametrize(("watermark", "holds"), [(0.5, True), (0.9, True), (1.0, False)])
+def test_a_watermark_of_one_holds_no_new_session(watermark: float, holds: bool) -> None:
+    """What a lower one held is dispatched as soon as that is in force."""
+    full = engine(slots=128, kv_capacity_tokens=10_000, page_tokens=1)
+    bench = Bench(full, settings=config(budget={"kv_watermark": watermark}))
+    bench.submit(*specs("new", 120, tokens=80, max_new_tokens=8))  # 88 each
+    first = len(bench.tick())
+    assert first < 120 and bool(bench.gates().get(Gate.PRESSURE)) is holds
+    assert not holds or first == int(watermark * 10_000 / 88)
+    bench.do(Reconfigure(config(budget={"kv_watermark": 1.0})))
+    assert bool(bench.tick()) is holds
 
 
 def test_an_empty_engine_takes_what_passed_admission() -> None:

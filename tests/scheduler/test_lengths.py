@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from rolloutd.scheduler.lengths import MAX_PROMPTS, LengthModel
 from rolloutd.scheduler.states import TaskType
+from tests.scheduler.kit import Bench, config, engine, prompt, spec
 
 MATH = (TaskType.GENERATION, "math")
 CODE = (TaskType.GENERATION, "code")
@@ -107,3 +108,32 @@ def test_memory_is_bounded_and_keeps_who_runs() -> None:
     alone.note_running("live", MATH, "r", 5000)
     assert model.worst("live", MATH, MOST, 0) == pytest.approx(alone.worst("live", MATH, MOST, 0))
     assert math.isfinite(model.expected("p1", MATH, MOST))
+
+
+def test_without_learning_the_limit_and_what_it_has_written_itself_are_all_that_counts() -> None:
+    model, new = taught(9_000, 11_000, 10_000), LengthModel()
+    model.note_running("p", MATH, "live", 12_000)
+    for number in range(64):
+        model.note_finished(f"q{number}", MATH, "r", 9_000)
+    model.refresh()
+    model.learns = False
+    for written in (0, 60, 6_000):
+        assert model.outlook("p", MATH, MOST, written) == new.outlook("p", MATH, MOST, written)
+    model.learns = True
+    assert model.expected("p", MATH, MOST) > 2.0 * new.expected("p", MATH, MOST), "what was seen meanwhile is not lost"
+
+
+@pytest.mark.parametrize(("learns", "first"), [(True, "long"), (False, "short")], ids=["learnt", "switched off"])
+def test_a_prompt_whose_outputs_were_long_goes_first(learns: bool, first: str) -> None:
+    """Of two that wait, with one limit; else the one that came earlier does."""
+    bench = Bench(engine(slots=1), settings=config(queue={"learn_lengths": learns}))
+    for number in range(4):
+        for name, tokens in (("long", 2_000), ("short", 20)):
+            bench.run(spec(f"{name}-{number}", token_bytes=prompt(name), max_new_tokens=2_048))
+            bench.finish(f"{name}-{number}", tokens)
+    bench.run(spec("busy"))
+    bench.submit(spec("short", max_new_tokens=2_048))
+    bench.now += 1.0
+    bench.submit(spec("long", max_new_tokens=2_048))
+    bench.finish("busy")
+    assert [one.rollout_id for one in bench.tick()] == [first]

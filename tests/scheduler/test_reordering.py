@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rolloutd.scheduler.events import ConfigureRun, Reconfigure
+from rolloutd.scheduler.lengths import LengthModel
 from rolloutd.scheduler.spec import RunSettings
 from tests.scheduler.kit import RUN, Bench, config, engine, spec
 
@@ -47,3 +48,17 @@ def test_keys_follow_the_weight_of_prefixes_of_a_phase() -> None:
     bench.do(ConfigureRun(RUN, RunSettings()))
     bench.tick()
     assert after_reload == key(bench), f"after the reload {after_reload}, by the settings in force {key(bench)}"
+
+
+def test_what_waits_is_expected_to_write_as_its_limit_says_when_lengths_are_no_longer_learnt() -> None:
+    bench = Bench(engine("a", 1), engine("b", 1), settings=config())
+    behind(bench)
+    (entry,) = bench.its_run().entries.values()
+    learnt = entry.expected_tokens
+    bench.do(Reconfigure(config(queue={"learn_lengths": False})))
+    bench.tick()
+    unknown = LengthModel().expected("any", (entry.task_type, entry.stratum), 16)
+    assert entry.expected_tokens == unknown != learnt
+    bench.do(Reconfigure(config()))
+    bench.tick()
+    assert entry.expected_tokens == learnt
