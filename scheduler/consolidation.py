@@ -43,7 +43,6 @@ MOST_AT_ONCE: Final = 8  # that leave in one look for the step to end sooner
 TARGETS: Final = 4  # engines looked at for one rollout: those that would end first
 PRICE_TIMES: Final = 2.0  # what is left of rollouts is a guess, what a move costs is not
 DOUBT: Final = 2.0  # the step may end with an engine that is expected to end in 1 / DOUBT of the time
-MARGIN: Final = 1.0  # engines where others come end so many times before the step
 PAUSE_SECONDS: Final = 0.1  # abort, answer and dispatch
 LEAST_TOKENS: Final = 64  # written here: it has only just come
 LEAST_WAIT_SECONDS: Final = 1.0  # of lower classes: the next pass may have room for what waits for less
@@ -240,7 +239,7 @@ def _together(world: World, run: Run, places: list[Place], waiting: int) -> None
     for place in sorted([one for one in places if one.lasts], key=_fewest_first):
         if waiting <= 0:
             return
-        if place.free_slots <= 0 or not all([last.may_move for last in place.lasts]):
+        if place.free_slots <= 0 or any(not last.may_move for last in place.lasts):
             continue
         beside = place.engine.slots_used - tail.awaited(world, run, place.engine)
         if beside < tail.most_beside(world, run, place.engine):
@@ -265,7 +264,7 @@ def _homes(place: Place, places: list[Place], end_seconds: float, slot_seconds: 
     price = 0.0  # slot-seconds
     for last in sorted(place.lasts, key=_most_left_first):
         home: Place | None = None
-        soonest = end_seconds / MARGIN
+        soonest = end_seconds
         for target in places:
             if target is place or not target.lasts or not target.takes(last):
                 continue
