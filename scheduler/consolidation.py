@@ -27,6 +27,7 @@ What this module does not know: scores, prefixes, and who gets the room that is 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Final
 
 from rolloutd.scheduler import budgeting, lifecycle, tail, time_slice
@@ -40,7 +41,9 @@ from rolloutd.scheduler.world import World
 MOVE_END: Final = AbortReason.MOVE.name.lower()  # how such an attempt stands in a rollout's history
 MOST_MOVES: Final = 2  # of one rollout
 MOST_AT_ONCE: Final = 8  # that leave in one look for the step to end sooner
-TARGETS: Final = 4  # engines looked at for one rollout: those that would end first
+TARGETS: Final = 4  # engines that they may go to: those that end first
+MOST_CLEARED: Final = 16  # engines in one look, for others
+HOMES: Final = 16  # engines where their rollouts may go: those that end first
 PRICE_TIMES: Final = 2.0  # what is left of rollouts is a guess, what a move costs is not
 DOUBT: Final = 2.0  # the step may end with an engine that is expected to end in 1 / DOUBT of the time
 PAUSE_SECONDS: Final = 0.1  # abort, answer and dispatch
@@ -66,41 +69,60 @@ class Last:
 class Place:
     """An engine of a known line, and what it runs."""
 
-    __slots__ = ("_base", "_growth", "_others", "_stall_seconds", "engine", "free_kv_tokens", "free_slots", "lasts")
+    __slots__ = (
+        "_base",
+        "_growth",
+        "_left_tokens",
+        "_others",
+        "_others_sums",
+        "_stall_seconds",
+        "engine",
+        "free_kv_tokens",
+        "free_slots",
+        "lasts",
+    )
 
     def __init__(self, world: World, run: Run, engine: Engine, line: tuple[float, float], free_slots: int) -> None:
         self.engine = engine
         self.free_slots = free_slots
         self.free_kv_tokens = engine.facts.kv_capacity_tokens - engine.kv_claimed_tokens
-        self.lasts: list[Last] = []
+        self.lasts: list[Last] = []  # most left first
+        self._left_tokens = 0.0  # sum of theirs
         self._base, self._growth = line
-        self._others: list[float] = []  # what is left of the others
+        self._others: list[float] = []  # what is left of the others, least first
         self._stall_seconds = 0.0  # by those who come
         for attempt in engine.attempts.values():
             rollout = attempt.rollout
             if rollout.task_type in SHORT_TASKS:
                 continue
             if rollout.run is run and rollout.rollout_class is RolloutClass.CRITICAL:
-                self.lasts.append(Last(world, attempt))
+                self._add(Last(world, attempt))
             else:
                 self._others.append(max(tail.LEAST_LEFT_TOKENS, attempt.expected_left_tokens()))
+        self.lasts.sort(key=_most_left_first)
+        self._others.sort()
+        self._others_sums = [0.0]  # of the first of them
+        for left in self._others:
+            self._others_sums.append(self._others_sums[-1] + left)
 
     def end_seconds(self, without: Last | None = None, and_also: Last | None = None) -> float:
         """Until the last awaited one here is done, with the price of one more; 0 where there is none."""
-        longest = tokens = seconds = 0.0
-        for one in self.lasts:
-            if one is not without:
-                longest = max(longest, one.left_tokens)
-                tokens += one.left_tokens
+        lasts = self.lasts
+        first = 1 if lasts and lasts[0] is without else 0
+        longest = lasts[first].left_tokens if len(lasts) > first else 0.0
+        tokens = self._left_tokens
+        seconds = self._stall_seconds
+        if without is not None:
+            tokens -= without.left_tokens
         if and_also is not None:
             longest = max(longest, and_also.left_tokens)
             tokens += and_also.left_tokens
-            seconds = self.price_seconds(and_also)
+            seconds += self.price_seconds(and_also)
         if not longest:
             return 0.0
-        for left in self._others:
-            tokens += left if left < longest else longest
-        return seconds + self._stall_seconds + self._base * longest + self._growth * tokens
+        shorter = bisect_right(self._others, longest)
+        tokens += self._others_sums[shorter] + (len(self._others) - shorter) * longest
+        return seconds + self._base * longest + self._growth * tokens
 
     def price_seconds(self, last: Last) -> float:
         """Of its coming here."""
@@ -128,17 +150,31 @@ class Place:
     def come(self, last: Last) -> None:
         """It is to go on here: from now on it counts as running here."""
         self._book(last, 1)
-        self.lasts.append(last)
+        self._add(last)
+        self.lasts.sort(key=_most_left_first)
 
     def stay_away(self, last: Last) -> None:
         """It is not, after all."""
         self._book(last, -1)
+        self.leave(last)
+
+    def leave(self, last: Last) -> None:
+        """It goes on elsewhere; the slot is free when its engine has ended it."""
         self.lasts.remove(last)
+        self._left_tokens -= last.left_tokens
+
+    def _add(self, last: Last) -> None:
+        self.lasts.append(last)
+        self._left_tokens += last.left_tokens
 
     def _book(self, last: Last, sign: int) -> None:
         self._stall_seconds += sign * self.price_seconds(last)
         self.free_slots -= sign
         self.free_kv_tokens -= sign * last.attempt.permit.kv_tokens
+
+
+def _most_left_first(last: Last) -> float:
+    return -last.left_tokens
 
 
 def consider(world: World, run: Run) -> None:
@@ -177,18 +213,19 @@ def _apart(world: World, places: list[Place]) -> bool:
     for moved in range(MOST_AT_ONCE):
         places.sort(key=Place.end_seconds)
         end = places[-1].end_seconds()
+        targets = [place for place in places if place.free_slots > 0][:TARGETS]
         for place in reversed(places):
             if place.end_seconds() * DOUBT < end:
                 return moved > 0
-            if _relieve(world, place, places):
+            if _relieve(world, place, targets):
                 break
         else:
             return moved > 0
     return True
 
 
-def _relieve(world: World, place: Place, places: list[Place]) -> bool:
-    """Move the rollout of one engine that makes its end soonest, if that pays. places: those that end first, first."""
+def _relieve(world: World, place: Place, targets: list[Place]) -> bool:
+    """Move the rollout of one engine that makes its end soonest, if that pays."""
     before = place.end_seconds()
     best: Last | None = None
     to: Place | None = None
@@ -197,19 +234,15 @@ def _relieve(world: World, place: Place, places: list[Place]) -> bool:
         if not last.may_move:
             continue
         rest = place.end_seconds(last)
-        looked = 0
-        for target in places:
+        for target in targets:
             if target is place or not target.takes(last):
                 continue
             gain = before - max(rest, target.end_seconds(None, last)) - PRICE_TIMES * target.price_seconds(last)
             if gain > most:
                 most, best, to = gain, last, target
-            looked += 1
-            if looked >= TARGETS:
-                break
     if best is None or to is None:
         return False
-    place.lasts.remove(best)
+    place.leave(best)
     to.come(best)
     _move(world, best, to, "its step ends sooner")
     return True
@@ -235,56 +268,57 @@ def _waiting(world: World, run: Run, pool: str) -> int:
 
 def _together(world: World, run: Run, places: list[Place], waiting: int) -> None:
     """Clear engines of awaited rollouts, first those with the fewest, while `waiting` others have use for their slots."""
-    end = max([place.end_seconds() for place in places])
-    for place in sorted([one for one in places if one.lasts], key=_fewest_first):
-        if waiting <= 0:
+    awaited = [place for place in places if place.lasts]
+    awaited.sort(key=Place.end_seconds)
+    end = awaited[-1].end_seconds() if awaited else 0.0
+    homes = awaited[:HOMES]
+    looked = 0
+    for place in sorted(awaited, key=_fewest_first):
+        if waiting <= 0 or looked >= MOST_CLEARED:
             return
         if place.free_slots <= 0 or any(not last.may_move for last in place.lasts):
             continue
         beside = place.engine.slots_used - tail.awaited(world, run, place.engine)
         if beside < tail.most_beside(world, run, place.engine):
             continue  # they have a way there as it is
+        looked += 1
         slots = min(waiting, place.free_slots + len(place.lasts))
-        plan = _homes(place, places, end, slots * place.end_seconds())
+        plan = _plan(place, homes, end, slots * place.end_seconds())
         if plan:
             waiting -= slots
-            place.lasts.clear()
-        for last, target in plan:
-            _move(world, last, target, "others have use for its engine")
+        for last, home in plan:
+            place.leave(last)
+            _move(world, last, home, "others have use for its engine")
 
 
 def _fewest_first(place: Place) -> tuple[int, float]:
     return len(place.lasts), place.end_seconds()
 
 
-def _homes(place: Place, places: list[Place], end_seconds: float, slot_seconds: float) -> list[tuple[Last, Place]]:
+def _plan(place: Place, homes: list[Place], end_seconds: float, slot_seconds: float) -> list[tuple[Last, Place]]:
     """Where each awaited rollout of one engine is to go; empty where one has nowhere to go, or where that is not worth the slots that
     others get."""
     plan: list[tuple[Last, Place]] = []
     price = 0.0  # slot-seconds
-    for last in sorted(place.lasts, key=_most_left_first):
-        home: Place | None = None
+    for last in place.lasts:
+        found: Place | None = None
         soonest = end_seconds
-        for target in places:
-            if target is place or not target.lasts or not target.takes(last):
+        for home in homes:
+            if home is place or not home.lasts or not home.takes(last):
                 continue
-            after = target.end_seconds(None, last)
+            after = home.end_seconds(None, last)
             if after < soonest:
-                soonest, home = after, target
-        if home is None:
+                soonest, found = after, home
+        if found is None:
             break
-        price += home.price_seconds(last) * (1 + home.engine.slots_used)
-        home.come(last)
-        plan.append((last, home))
+        price += found.price_seconds(last) * (1 + found.engine.slots_used)
+        found.come(last)
+        plan.append((last, found))
     if len(plan) == len(place.lasts) and slot_seconds > PRICE_TIMES * price:
         return plan
     for last, home in plan:
         home.stay_away(last)
     return []
-
-
-def _most_left_first(last: Last) -> float:
-    return -last.left_tokens
 
 
 def _move(world: World, last: Last, to: Place, why: str) -> None:
