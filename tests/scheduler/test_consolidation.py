@@ -17,15 +17,17 @@ WRITTEN = 100
 STEEP_SECONDS, FLAT_SECONDS = 0.001, 0.000045  # that one more in a batch adds to a step of 7 ms
 
 
-def taught(count: int, growth_seconds: float, on: bool, **policy: Any) -> Bench:
+def taught(
+    count: int, growth_seconds: float, on: bool = True, slowdowns: tuple[int, ...] = (1, 1, 1), **policy: Any
+) -> Bench:
     """Empty engines that have shown their speeds."""
     settings = config(preempt={"consolidate": on}, queue={"reserved_short_slots": 0}, policy=policy)
     bench = Bench(*engines(count, 16, context_tokens=32_768, kv_capacity_tokens=1 << 18), settings=settings)
-    for one in bench.core._world.engines.values():
+    for one, slowdown in zip(bench.core._world.engines.values(), slowdowns, strict=False):
         one.prefill_tokens_per_second = 20_000.0
         for batch in (1, 4, 16):
             for _ in range(ENOUGH):
-                one.curve.note(batch, 0.007 + growth_seconds * batch)
+                one.curve.note(batch, slowdown * (0.007 + growth_seconds * batch))
     return bench
 
 
@@ -55,6 +57,24 @@ def test_they_move_to_the_engine_with_fewer_and_lose_nothing() -> None:
         bench.write(one.rollout_id, 1)
         bench.finish(one.rollout_id, 50)
         assert bench.whole(one.rollout_id) and bench.result(one.rollout_id).generated_tokens == WRITTEN + 50
+
+
+def test_the_last_one_leaves_a_slow_engine_for_a_quick_one_that_is_free() -> None:
+    bench = taught(2, FLAT_SECONDS, slowdowns=(2, 1))
+    bench.step(1, TrainerState.WAITING)
+    bench.run(*specs("a", 2, max_new_tokens=MOST))
+    (slow,), (quick,) = bench.running_on("e0"), bench.running_on("e1")
+    for rollout_id in (slow, quick):
+        bench.write(rollout_id, WRITTEN)
+    bench.finish(quick, WRITTEN)
+    bench.tick(1.0)
+    assert bench.leaving() == {slow}
+    bench.stopped(slow, WRITTEN)
+    (sent,) = bench.tick()
+    assert (sent.rollout_id, sent.engine_id) == (slow, "e1")
+    bench.write(slow, WRITTEN)
+    bench.pass_time(3.0)
+    assert not bench.leaving()
 
 
 def test_nobody_moves_while_others_are_on_their_way_nor_without_a_reason_afterwards() -> None:
