@@ -139,6 +139,12 @@ MECHANISMS: tuple[Mechanism, ...] = (
         {"Q3": _MIXED, "Q3 settled": _MIXED},
     ),
     Mechanism(
+        "moves at the end of a step",
+        "the step's last rollouts move, apart for its end, together where others wait for room (`preempt.consolidate`)",
+        {"preempt": {"consolidate": False}},
+        {"Q3": _MIXED, f"Q3{SETTLED}": _MIXED},
+    ),
+    Mechanism(
         "reserved short slots",
         "a slot per engine for short work (`scheduler.reserved_short_slots`)",
         {"queue": {"reserved_short_slots": 0}},
