@@ -31,9 +31,8 @@ from rolloutd.scheduler.states import AbortReason, OnPreempt, RolloutClass, Roll
 from rolloutd.scheduler.world import World
 
 DIVIDING: Final = frozenset({AbortReason.SLICE, AbortReason.MOVE})
-DIVIDED_ENDS: Final = frozenset(
-    [reason.name.lower() for reason in DIVIDING]
-)  # how such attempts stand in a rollout's history
+# How such attempts stand in a rollout's history.
+DIVIDED_ENDS: Final = frozenset([reason.name.lower() for reason in DIVIDING])
 NEVER: Final = 1 << 62  # tokens
 MOST_HEADS: Final = 32  # of each lane that are compared: as many slices may end at once
 CLEARLY_LONGER: Final = 1.1  # below this nobody is interrupted: what is gained is less than what is not known
