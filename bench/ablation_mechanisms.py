@@ -142,7 +142,7 @@ MECHANISMS: tuple[Mechanism, ...] = (
         "moves at the end of a step",
         "the step's last rollouts move, apart for its end, together where others wait for room (`preempt.consolidate`)",
         {"preempt": {"consolidate": False}},
-        {"Q3": _MIXED, f"Q3{SETTLED}": _MIXED},
+        {"Q3": _MIXED, "Q3 settled": _MIXED},
     ),
     Mechanism(
         "reserved short slots",

@@ -72,6 +72,7 @@ class Place:
     __slots__ = (
         "_base",
         "_growth",
+        "_headroom_tokens",
         "_left_tokens",
         "_others",
         "_others_sums",
@@ -89,6 +90,7 @@ class Place:
         self.lasts: list[Last] = []  # most left first
         self._left_tokens = 0.0  # sum of theirs
         self._base, self._growth = line
+        self._headroom_tokens = world.config.budget.headroom_tokens
         self._others: list[float] = []  # what is left of the others, least first
         self._stall_seconds = 0.0  # by those who come
         for attempt in engine.attempts.values():
@@ -142,7 +144,7 @@ class Place:
         capacity = facts.kv_capacity_tokens
         if capacity and (
             self.free_kv_tokens < attempt.permit.kv_tokens
-            or not engine.promises.fits(last.context_tokens, left, capacity, facts.page_tokens)
+            or not engine.promises.fits(last.context_tokens, left, capacity, facts.page_tokens, self._headroom_tokens)
         ):
             return False
         return all(facts.labels.get(name) == value for name, value in rollout.spec.engine_labels.items())
