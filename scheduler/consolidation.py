@@ -1,9 +1,8 @@
-"""The last rollouts of a step move: to where it ends sooner, or together, out of the way of others.
+"""The last rollouts of a step move to where it ends sooner: interrupted, tokens kept, gone on with on another engine.
 
-When no critical work waits any more, engines empty at random: one has four of the step's last rollouts, another none. Each sequence
-beside another makes its tokens later, and an engine with one of them is closed to lower classes (`tail.py`) as much as one with
-four. So once a second, with what is expected to be left of each and the line that each engine's reports show (`decode_curve.py`: a
-step of b sequences takes base + growth x b seconds), the end of an engine's last awaited rollout is
+When no critical work waits any more, engines empty at random, and where they are not equally quick, the step ends with a slow one
+beside others that are free. So once a second, with what is expected to be left of each rollout and the line that each engine's
+reports show (`decode_curve.py`: a step of b sequences takes base + growth x b seconds), the end of an engine's last awaited rollout is
 
     base x its left + growth x sum over all there of min(their left, its left)
 
@@ -11,10 +10,8 @@ and a rollout that comes adds its price, since what it has so far is computed ag
 
     price = pause + (prompt + output so far) / prefill speed          (what is cached there of its prompt is not counted)
 
-- Apart: a rollout leaves an engine that the step may end with, where the later end of the two engines comes sooner by more than
-  `PRICE_TIMES` its price.
-- Together: where lower classes wait and have no way to an engine, all its awaited rollouts leave it for engines that have others,
-  where these still end before the step does and the slots that others get meanwhile are worth `PRICE_TIMES` the price.
+A rollout leaves an engine that the step may end with, where the later end of the two engines comes sooner by more than `PRICE_TIMES`
+its price. Engines that are alike and that hardly feel one sequence more are left as they are: nothing pays there.
 
 Invariants
 - Only while the trainer waits, for work that could go on later as if nothing had happened (`time_slice.may_wait`), and to an engine
@@ -22,7 +19,7 @@ Invariants
 - A rollout moves at most `MOST_MOVES` times, and nobody moves while another one of its run is on its way.
 - Asking books nothing. Where the room is gone when a rollout comes, it goes anywhere.
 
-What this module does not know: scores, prefixes, and who gets the room that is made.
+What this module does not know: scores, prefixes, and who gets the room that is left behind.
 """
 
 from __future__ import annotations
@@ -30,25 +27,22 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import Final
 
-from rolloutd.scheduler import budgeting, lifecycle, tail, time_slice
+from rolloutd.scheduler import lifecycle, tail, time_slice
 from rolloutd.scheduler.engine import Engine
 from rolloutd.scheduler.rollout import Attempt
 from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.spec import TOKEN_BYTES
-from rolloutd.scheduler.states import SHORT_TASKS, AbortReason, Gate, RolloutClass, TaskType
+from rolloutd.scheduler.states import SHORT_TASKS, AbortReason, RolloutClass
 from rolloutd.scheduler.world import World
 
 MOVE_END: Final = AbortReason.MOVE.name.lower()  # how such an attempt stands in a rollout's history
 MOST_MOVES: Final = 2  # of one rollout
 MOST_AT_ONCE: Final = 8  # that leave in one look for the step to end sooner
 TARGETS: Final = 4  # engines that they may go to: those that end first
-MOST_CLEARED: Final = 16  # engines in one look, for others
-HOMES: Final = 16  # engines where their rollouts may go: those that end first
 PRICE_TIMES: Final = 2.0  # what is left of rollouts is a guess, what a move costs is not
 DOUBT: Final = 2.0  # the step may end with an engine that is expected to end in 1 / DOUBT of the time
 PAUSE_SECONDS: Final = 0.1  # abort, answer and dispatch
 LEAST_TOKENS: Final = 64  # written here: it has only just come
-LEAST_WAIT_SECONDS: Final = 1.0  # of lower classes: the next pass may have room for what waits for less
 
 
 class Last:
@@ -144,21 +138,20 @@ class Place:
         capacity = facts.kv_capacity_tokens
         if capacity and (
             self.free_kv_tokens < attempt.permit.kv_tokens
-            or not engine.promises.fits(last.context_tokens, left, capacity, facts.page_tokens, self._headroom_tokens)
+            or not engine.promises.fits(
+                last.context_tokens, left, capacity, facts.page_tokens, self._headroom_tokens
+            )
         ):
             return False
         return all(facts.labels.get(name) == value for name, value in rollout.spec.engine_labels.items())
 
     def come(self, last: Last) -> None:
         """It is to go on here: from now on it counts as running here."""
-        self._book(last, 1)
+        self._stall_seconds += self.price_seconds(last)
+        self.free_slots -= 1
+        self.free_kv_tokens -= last.attempt.permit.kv_tokens
         self._add(last)
         self.lasts.sort(key=_most_left_first)
-
-    def stay_away(self, last: Last) -> None:
-        """It is not, after all."""
-        self._book(last, -1)
-        self.leave(last)
 
     def leave(self, last: Last) -> None:
         """It goes on elsewhere; the slot is free when its engine has ended it."""
@@ -168,11 +161,6 @@ class Place:
     def _add(self, last: Last) -> None:
         self.lasts.append(last)
         self._left_tokens += last.left_tokens
-
-    def _book(self, last: Last, sign: int) -> None:
-        self._stall_seconds += sign * self.price_seconds(last)
-        self.free_slots -= sign
-        self.free_kv_tokens -= sign * last.attempt.permit.kv_tokens
 
 
 def _most_left_first(last: Last) -> float:
@@ -203,31 +191,24 @@ def consider(world: World, run: Run) -> None:
                 and world.serves(engine, run, pool, {})
             ):
                 places.append(Place(world, run, engine, line, engine.free_slots(False, room.reserved_short)))
-        if len(places) < 2 or _apart(world, places):
-            continue
-        waiting = _waiting(world, run, pool)
-        if waiting:
-            _together(world, run, places, waiting)
+        if len(places) > 1:
+            _spread(world, places)
 
 
-def _apart(world: World, places: list[Place]) -> bool:
-    """Let rollouts leave the engines that the step may end with; returns whether any does."""
-    for moved in range(MOST_AT_ONCE):
+def _spread(world: World, places: list[Place]) -> None:
+    """Let rollouts leave the engines that the step may end with."""
+    for _ in range(MOST_AT_ONCE):
         places.sort(key=Place.end_seconds)
         end = places[-1].end_seconds()
         targets = [place for place in places if place.free_slots > 0][:TARGETS]
-        for place in reversed(places):
-            if place.end_seconds() * DOUBT < end:
-                return moved > 0
-            if _relieve(world, place, targets):
-                break
-        else:
-            return moved > 0
-    return True
+        if not any(
+            place.end_seconds() * DOUBT >= end and _relieve(world, place, targets) for place in reversed(places)
+        ):
+            return
 
 
 def _relieve(world: World, place: Place, targets: list[Place]) -> bool:
-    """Move the rollout of one engine that makes its end soonest, if that pays."""
+    """Move the rollout of one engine whose leaving gains most, if that pays; returns whether one goes."""
     before = place.end_seconds()
     best: Last | None = None
     to: Place | None = None
@@ -248,79 +229,6 @@ def _relieve(world: World, place: Place, targets: list[Place]) -> bool:
     to.come(best)
     _move(world, best, to, "its step ends sooner")
     return True
-
-
-def _waiting(world: World, run: Run, pool: str) -> int:
-    """Rollouts of lower classes that nothing but room keeps, and for which the last passes had none."""
-    count = 0
-    slots = world.run_slots(run)
-    for (rollout_class, short), backlog in run.ready.get(pool, {}).items():
-        oldest = backlog.oldest()
-        if (
-            rollout_class is not RolloutClass.CRITICAL
-            and not short
-            and oldest is not None
-            and world.now - oldest.queued_at >= LEAST_WAIT_SECONDS
-            and budgeting.run_gate(world, run, rollout_class) is Gate.OPEN
-            and run.ledger.gate(rollout_class, TaskType.GENERATION, slots) is Gate.OPEN
-        ):
-            count += backlog.count
-    return count
-
-
-def _together(world: World, run: Run, places: list[Place], waiting: int) -> None:
-    """Clear engines of awaited rollouts, first those with the fewest, while `waiting` others have use for their slots."""
-    awaited = [place for place in places if place.lasts]
-    awaited.sort(key=Place.end_seconds)
-    end = awaited[-1].end_seconds() if awaited else 0.0
-    homes = awaited[:HOMES]
-    looked = 0
-    for place in sorted(awaited, key=_fewest_first):
-        if waiting <= 0 or looked >= MOST_CLEARED:
-            return
-        if place.free_slots <= 0 or any(not last.may_move for last in place.lasts):
-            continue
-        beside = place.engine.slots_used - tail.awaited(world, run, place.engine)
-        if beside < tail.most_beside(world, run, place.engine):
-            continue  # they have a way there as it is
-        looked += 1
-        slots = min(waiting, place.free_slots + len(place.lasts))
-        plan = _plan(place, homes, end, slots * place.end_seconds())
-        if plan:
-            waiting -= slots
-        for last, home in plan:
-            place.leave(last)
-            _move(world, last, home, "others have use for its engine")
-
-
-def _fewest_first(place: Place) -> tuple[int, float]:
-    return len(place.lasts), place.end_seconds()
-
-
-def _plan(place: Place, homes: list[Place], end_seconds: float, slot_seconds: float) -> list[tuple[Last, Place]]:
-    """Where each awaited rollout of one engine is to go; empty where one has nowhere to go, or where that is not worth the slots that
-    others get."""
-    plan: list[tuple[Last, Place]] = []
-    price = 0.0  # slot-seconds
-    for last in place.lasts:
-        found: Place | None = None
-        soonest = end_seconds
-        for home in homes:
-            if home is place or not home.lasts or not home.takes(last):
-                continue
-            after = home.end_seconds(None, last)
-            if after < soonest:
-                soonest, found = after, home
-        if found is None:
-            break
-        price += found.price_seconds(last) * (1 + found.engine.slots_used)
-        found.come(last)
-        plan.append((last, found))
-    if len(plan) == len(place.lasts) and slot_seconds > PRICE_TIMES * price:
-        return plan
-    for last, home in plan:
-        home.stay_away(last)
-    return []
 
 
 def _move(world: World, last: Last, to: Place, why: str) -> None:

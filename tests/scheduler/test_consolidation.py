@@ -10,18 +10,16 @@ from rolloutd.scheduler.consolidation import MOST_MOVES
 from rolloutd.scheduler.decode_curve import ENOUGH
 from rolloutd.scheduler.events import DrainEngine
 from rolloutd.scheduler.states import OnPreempt, TrainerState, UpdateMode
-from tests.scheduler.kit import BACKGROUND, Bench, config, engines, spec, specs
+from tests.scheduler.kit import Bench, config, engines, spec, specs
 
 MOST = 16_000  # tokens; of unknown length, so some 2,000 are expected
 WRITTEN = 100
 STEEP_SECONDS, FLAT_SECONDS = 0.001, 0.000045  # that one more in a batch adds to a step of 7 ms
 
 
-def taught(
-    count: int, growth_seconds: float, on: bool = True, slowdowns: tuple[int, ...] = (1, 1, 1), **policy: Any
-) -> Bench:
+def taught(count: int, growth_seconds: float, on: bool = True, slowdowns: tuple[int, ...] = (1, 1, 1)) -> Bench:
     """Empty engines that have shown their speeds."""
-    settings = config(preempt={"consolidate": on}, queue={"reserved_short_slots": 0}, policy=policy)
+    settings = config(preempt={"consolidate": on}, queue={"reserved_short_slots": 0})
     bench = Bench(*engines(count, 16, context_tokens=32_768, kv_capacity_tokens=1 << 18), settings=settings)
     for one, slowdown in zip(bench.core._world.engines.values(), slowdowns, strict=False):
         one.prefill_tokens_per_second = 20_000.0
@@ -157,37 +155,3 @@ def test_who_was_on_its_way_when_a_version_under_drain_came_starts_again() -> No
     bench.finish_updates()
     (again,) = bench.tick()
     assert (again.rollout_id, again.max_new_tokens) == (mover, MOST)
-
-
-def alone(on: bool = True, waiting: int = 20, **policy: Any) -> Bench:
-    """Three engines with one awaited rollout each, one of them clearly the step's last, and background that waits."""
-    bench = taught(3, FLAT_SECONDS, on, **policy)
-    bench.step(1, TrainerState.WAITING)
-    names = {"last": MOST, "other": MOST * 3 // 4, "shorter": MOST * 2 // 3}
-    bench.run(*[spec(name, max_new_tokens=most) for name, most in names.items()])
-    assert len({bench.live[name].engine_id for name in names}) == 3
-    for name in names:
-        bench.write(name, WRITTEN)
-    bench.submit(*specs("b", waiting, BACKGROUND, max_new_tokens=MOST))
-    return bench
-
-
-def test_two_go_together_while_others_wait_for_room() -> None:
-    bench = alone()
-    bench.pass_time(3.0)
-    assert bench.leaving() == {"shorter"} and len(bench.live) == 3
-    free = bench.live["shorter"].engine_id
-    bench.stopped("shorter", WRITTEN)
-    sent = {one.rollout_id: one.engine_id for one in bench.tick()}
-    assert sent.pop("shorter") == bench.live["other"].engine_id
-    assert len(sent) == 16 and set(sent.values()) == {free}
-    bench.write("shorter", 1)
-    bench.finish("shorter", 50)
-    assert bench.whole("shorter")
-
-
-@pytest.mark.parametrize("unlike", [{"on": False}, {"waiting": 0}, {"cold_start_tail_slowdown": 1.0}])
-def test_all_stay_where_nobody_waits_for_the_room_or_others_have_a_way_there(unlike: dict[str, Any]) -> None:
-    bench = alone(**unlike)
-    bench.pass_time(3.0)
-    assert not bench.leaving()
