@@ -138,9 +138,7 @@ class Place:
         capacity = facts.kv_capacity_tokens
         if capacity and (
             self.free_kv_tokens < attempt.permit.kv_tokens
-            or not engine.promises.fits(
-                last.context_tokens, left, capacity, facts.page_tokens, self._headroom_tokens
-            )
+            or not engine.promises.fits(last.context_tokens, left, capacity, facts.page_tokens, self._headroom_tokens)
         ):
             return False
         return all(facts.labels.get(name) == value for name, value in rollout.spec.engine_labels.items())

@@ -48,6 +48,12 @@ class Windows:
                     self._completed.add((result.run_id, result.rollout_id))
             elif isinstance(action, Dispatch) and self.world.runs[action.run_id] in self._capacity:
                 self._check(self.world.attempts[action.attempt_id].rollout)
+        for (
+            run,
+            started,
+        ) in self._started.items():  # whoever joins a group after its last sample was taken has to be let in
+            for one in [one for one in started if not self._on_their_way(run, one)]:
+                del started[one]
 
     def _configured(self, run: Run) -> None:
         settings = run.settings
