@@ -317,6 +317,9 @@ def _interrupted(world: World, rollout: Rollout, attempt: Attempt, reason: Abort
     elif reason is AbortReason.SLICE:
         rollout.preemptions += 1
         lifecycle.requeue(world, rollout, "its time slice is over", keep=time_slice.keeps_tokens(rollout))
+    elif reason is AbortReason.MOVE:
+        rollout.preemptions += 1
+        lifecycle.requeue(world, rollout, "it goes on elsewhere", keep=time_slice.keeps_tokens(rollout))
     elif reason in (AbortReason.PREEMPT, AbortReason.BUDGET):
         rollout.preemptions += 1
         rollout.yielded += reason is AbortReason.PREEMPT

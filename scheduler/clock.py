@@ -16,6 +16,7 @@ from rolloutd.scheduler import (
     attempts,
     budgeting,
     colocation,
+    consolidation,
     consumers,
     delivering,
     letting_in,
@@ -188,6 +189,7 @@ def _keep_run(world: World, run: Run) -> None:
     if run.lengths.note_second() and not run.reviewed:
         run.reviewed = list(run.entries.values())
     queueing.review_lengths(world, run, REVIEWED_ENTRIES)
+    consolidation.consider(world, run)
     _watch_capacity(world, run)
     for group_id in list(run.idle_groups):
         group = run.groups.get(group_id)

@@ -60,6 +60,7 @@ class PreemptSettings:
     max_per_rollout: int = 4  # a background rollout that outlives a few training steps yields once in each
     cool_down_seconds: float = 1.0
     time_slice_tokens: int = 1024  # critical work gives way to what may take longer after so many; 0: never
+    consolidate: bool = True  # the last rollouts of a step move to where it ends sooner: `consolidation.py`
 
 
 @dataclass(frozen=True, slots=True)

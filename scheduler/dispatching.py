@@ -46,6 +46,7 @@ def dispatch(world: World, look: Look, batch_id: int) -> None:
     permit = Permit(engine, run.ledger, run.run_id, rollout.rollout_class, rollout.task_type, look.claim)
     rollout.queued_seconds += world.now - rollout.queued_at
     rollout.attempts += 1
+    rollout.destination = None
     rollout.last_batch_id = batch_id
     if rollout.attempts == 1:
         rollout.predicted_cached_tokens = predicted

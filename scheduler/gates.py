@@ -23,6 +23,7 @@ from rolloutd.scheduler.world import World
 SHORT_ROOM_TOKENS: Final = 4096  # of an engine's KV tokens, not promised to long work: a few reward queries
 SHORT_ROOM_PART: Final = 16  # and at most this part of them
 MOST_DOUBLINGS: Final = 16  # of a claim: beyond any context
+MOVE_SECONDS: Final = 0.5  # a moving rollout waits so long for its destination
 LED_SECONDS: Final = 2.0  # prefill takes a fraction of this, unless the engine is in trouble
 
 
@@ -81,6 +82,9 @@ class Space:
         short = entry.short
         if self._short_only and not short:
             return Gate.SHORT_RESERVED, 0
+        bound = rollout.destination
+        if bound is not None and bound is not engine and _goes(world, rollout, bound):
+            return Gate.NO_ENGINE, 0
         if rollout.excluded and engine.engine_id in rollout.excluded and _another_serves(world, entry, rollout):
             return Gate.NO_ENGINE, 0
         if rollout.outgrown:
@@ -184,6 +188,15 @@ def _another_serves(world: World, entry: Entry, rollout: Rollout) -> bool:
     return any(
         engine.engine_id not in rollout.excluded and engine.state(world.now) == "ready"
         for engine in servers(world, entry)
+    )
+
+
+def _goes(world: World, rollout: Rollout, to: Engine) -> bool:
+    """Whether it still goes to the engine that it was to move to."""
+    return (
+        world.now - rollout.queued_at < MOVE_SECONDS
+        and to.is_open(world.now)
+        and to.free_slots(False, world.room(to.facts.pool).reserved_short) > 0
     )
 
 

@@ -57,6 +57,7 @@ OWN_REASONS: Final = frozenset(
         AbortReason.PUBLISH,
         AbortReason.MEMORY,
         AbortReason.SLICE,
+        AbortReason.MOVE,
     }
 )
 

@@ -133,6 +133,7 @@ class Rollout:
         "clipped",
         "consumer_id",
         "deadline_at",
+        "destination",
         "entry",
         "excluded",
         "faults",
@@ -205,6 +206,7 @@ class Rollout:
         self.deadline_at = now + spec.deadline_seconds if spec.deadline_seconds else None
         self.ttl_at = 0.0
         self.state = RolloutState.QUEUED
+        self.destination: Engine | None = None  # where it was asked to go on, until it is sent somewhere
         self.entry: Entry | None = None
         self.siblings: Entry | None = None  # the entry it was dispatched from: who shares its prompt and still waits
         self.group: Group | None = None

@@ -168,6 +168,7 @@ class AbortReason(enum.IntEnum):
     MEMORY = 9  # its engine's memory goes to the trainer
     SLICE = 10  # its time slice is over, and one that may take longer waits
     SURPLUS = 11  # its group has as many complete members as it keeps
+    MOVE = 12  # its step ends sooner with it on another engine
 
 
 class Gate(enum.IntEnum):

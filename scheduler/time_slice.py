@@ -30,7 +30,10 @@ from rolloutd.scheduler.run import Run
 from rolloutd.scheduler.states import AbortReason, OnPreempt, RolloutClass, RolloutState, TaskType, UpdateMode
 from rolloutd.scheduler.world import World
 
-SLICE_END: Final = AbortReason.SLICE.name.lower()  # how such an attempt stands in a rollout's history
+DIVIDING: Final = frozenset({AbortReason.SLICE, AbortReason.MOVE})
+DIVIDED_ENDS: Final = frozenset(
+    [reason.name.lower() for reason in DIVIDING]
+)  # how such attempts stand in a rollout's history
 NEVER: Final = 1 << 62  # tokens
 MOST_HEADS: Final = 32  # of each lane that are compared: as many slices may end at once
 CLEARLY_LONGER: Final = 1.1  # below this nobody is interrupted: what is gained is less than what is not known
@@ -55,7 +58,7 @@ def _end_of_slice(world: World, attempt: Attempt) -> None:
     run = rollout.run
     pool = rollout.spec.pool
     backlog = run.backlogs.get((pool, rollout.rollout_class, False))
-    if backlog is None or not backlog.ready or not _may_wait(world, attempt):
+    if backlog is None or not backlog.ready or not may_wait(world, attempt):
         return
     room = world.room(pool)
     if any(engine.is_open(world.now) for engine in room.long):
@@ -69,7 +72,7 @@ def _end_of_slice(world: World, attempt: Attempt) -> None:
     lifecycle.abort(world, rollout, AbortReason.SLICE, f"{first} may take longer")
 
 
-def _may_wait(world: World, attempt: Attempt) -> bool:
+def may_wait(world: World, attempt: Attempt) -> bool:
     """Whether it could go on later as if nothing had happened."""
     rollout = attempt.rollout
     lineage = rollout.run.lineage(rollout.spec.pool)
@@ -113,12 +116,12 @@ def begin_publication(world: World, lineage: Lineage, run: Run, mode: UpdateMode
         return
     for entry in list(run.entries.values()):
         rollout = entry.members[0]  # one that was interrupted waits alone
-        if entry.resumed and entry.pool == lineage.pool and rollout.history[-1].end == SLICE_END:
+        if entry.resumed and entry.pool == lineage.pool and rollout.history[-1].end in DIVIDED_ENDS:
             lineage.undivided = True
             lifecycle.restart(world, rollout, "a version is published, and running work was to end before it")
     for attempt in world.aborting.values():
         rollout = attempt.rollout
-        if attempt.abort_reason is AbortReason.SLICE and rollout.run is run and rollout.spec.pool == lineage.pool:
+        if attempt.abort_reason in DIVIDING and rollout.run is run and rollout.spec.pool == lineage.pool:
             lineage.undivided = True
 
 

@@ -92,6 +92,7 @@ INTERRUPTIONS = frozenset(
         AbortReason.PUBLISH,
         AbortReason.MEMORY,
         AbortReason.SLICE,
+        AbortReason.MOVE,
     }
 )
 

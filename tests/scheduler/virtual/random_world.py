@@ -24,7 +24,7 @@ from dataclasses import replace
 from functools import partial
 
 from rolloutd.bench.virtual import Simulation
-from rolloutd.scheduler import updating
+from rolloutd.scheduler import consolidation, updating
 from rolloutd.scheduler.actions import Action, Refuse
 from rolloutd.scheduler.events import (
     CancelRollouts,
@@ -191,6 +191,8 @@ class RandomWorld:
         tries = config.executor.max_attempts + config.preempt.max_per_rollout + 1
         if config.preempt.time_slice_tokens:
             tries += LONGEST_OUTPUT // config.preempt.time_slice_tokens
+        if config.preempt.consolidate:
+            tries += consolidation.MOST_MOVES
         waits = (
             config.queue.large_reserve_seconds + config.queue.max_defer_seconds + config.queue.leader_timeout_seconds
         )
