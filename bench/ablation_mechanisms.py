@@ -58,6 +58,8 @@ VARIANTS: Mapping[str, Variant] = {
     "scant": Variant(
         "engines of 30,000 KV tokens: they put back what they let in, and then let work wait", ("--kv-tokens", "30000")
     ),
+    "unequal": Variant("every fourth engine at half speed", ("--slowdowns", "1,1,1,2")),
+    "steep": Variant("each sequence in a batch is felt", ("--curve", "steep")),
     "crowded": Variant("2 engines for all of it", ("--engines", "2")),
     "floors": Variant("a budget with floors: 16 reusable and 8 background rollouts, of 128 slots", (), _with_floors),
     "agentic": Variant("under the preset `agentic`", (), _agentic),
@@ -137,6 +139,16 @@ MECHANISMS: tuple[Mechanism, ...] = (
         "engines whose last critical work ends early are filled (`policy.tail_doubt`)",
         {"policy": {"tail_doubt": 0.0}},
         {"Q3": _MIXED, "Q3 settled": _MIXED},
+    ),
+    Mechanism(
+        "moves at the end of a step",
+        "the step's last rollouts move to where it ends sooner (`preempt.consolidate`)",
+        {"preempt": {"consolidate": False}},
+        {
+            "Q1 unequal": ("makespan_over_bound",),
+            "Q1 steep": ("makespan_over_bound",),
+            "Q3 steep": ("critical_over_bound", "background_over_bound"),
+        },
     ),
     Mechanism(
         "reserved short slots",
