@@ -24,6 +24,7 @@ from dataclasses import replace
 from functools import partial
 
 from rolloutd.bench.virtual import Simulation
+from rolloutd.bench.virtual_faults import FaultyEngine
 from rolloutd.scheduler import consolidation, updating
 from rolloutd.scheduler.actions import Action, Refuse
 from rolloutd.scheduler.events import (
@@ -113,6 +114,7 @@ class RandomWorld:
         self.work = RandomWork(rng, self.publishing)
         self.bounds = {run_id: self._random_bounds() for run_id in self.runs}
         self.faults = RandomFaults(rng, self.simulation, self.engines, self.auditor.counts)
+        self._healed = False
         self.simulation.observers.append(self._mind_memory)
 
     def send(self, event: Event) -> list[Action]:
@@ -214,6 +216,7 @@ class RandomWorld:
         return pending + (len(self.auditor.unfinished()) + 1) * (tries * once + waits)
 
     def _heal(self) -> None:
+        self._healed = True
         rng = self.rng
         for engine in self.engines:
             self.faults.bring_back(engine)
@@ -237,13 +240,20 @@ class RandomWorld:
                 self.publishing.heal(run_id, "reward")
 
     def _mind_memory(self, event: Event, actions: list[Action]) -> None:
-        """An operator starts engines anew of which nobody knows whether they have their memory."""
+        """An operator starts engines anew of which nobody knows whether they have their memory, and those that a call killed which
+        was on its way when everything healed."""
         known = self.auditor.world.engines.get(event.engine_id) if isinstance(event, ControlFailed) else None
-        if known is not None and known.memory is not None and known.memory.lost:
-            for engine in self.engines:
-                if engine.facts.engine_id == known.engine_id:
-                    later = self.simulation.now + self.rng.uniform(0.1, 5.0)
-                    self.simulation.at(later, lambda one=engine: self.faults.bring_back(one))  # type: ignore[misc]
+        if known is None or known.memory is None:
+            return
+        for engine in self.engines:
+            if engine.facts.engine_id == known.engine_id and (known.memory.lost or (self._healed and engine.down)):
+                later = self.simulation.now + self.rng.uniform(0.1, 5.0)
+                was = engine.inner
+                self.simulation.at(later, lambda one=engine, was=was: self._start_anew(one, was))  # type: ignore[misc]
+
+    def _start_anew(self, engine: FaultyEngine, process: object) -> None:
+        if engine.inner is process:  # nobody has meanwhile
+            self.faults.bring_back(engine)
 
     def _note_turn(self, result: RolloutResult) -> None:
         prompt = self.auditor.watched[result.run_id, result.rollout_id].rollout.spec.token_bytes
