@@ -390,7 +390,7 @@ def _score_entry(entry: Entry, roomy: Roomy, look: Look) -> Gate:
             if engine not in holding:
                 gate = look.ask(entry, engine)
                 result = _sum_up(result, gate)
-                if gate is Gate.OPEN or gate is Gate.HELD_FOR_PREFIX:  # the others have no more of it, and more to do
+                if gate is Gate.OPEN:
                     return result
     return result
 

@@ -16,7 +16,6 @@ from rolloutd.scheduler import (
     attempts,
     budgeting,
     colocation,
-    consolidation,
     consumers,
     delivering,
     letting_in,
@@ -189,7 +188,7 @@ def _keep_run(world: World, run: Run) -> None:
     if run.lengths.note_second() and not run.reviewed:
         run.reviewed = list(run.entries.values())
     queueing.review_lengths(world, run, REVIEWED_ENTRIES)
-    consolidation.consider(world, run)
+    world.kept[run] = None
     _watch_capacity(world, run)
     for group_id in list(run.idle_groups):
         group = run.groups.get(group_id)
@@ -206,6 +205,11 @@ def _keep_run(world: World, run: Run) -> None:
         for lineage in run.lineages.values():
             world.unseen.pop(lineage, None)
             world.index.drop_owner(lineage.owner)
+        # Compiled, entries and lanes are invisible to the garbage collector: what knows both them and the run is let go of here.
+        run.backlogs.clear()
+        run.ready.clear()
+        run.led.clear()
+        run.reviewed.clear()
 
 
 def _watch_capacity(world: World, run: Run) -> None:

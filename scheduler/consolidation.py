@@ -17,6 +17,7 @@ Invariants
 - Only while the trainer waits, for work that could go on later as if nothing had happened (`time_slice.may_wait`), and to an engine
   that holds the same version.
 - A rollout moves at most `MOST_MOVES` times, and nobody moves while another one of its run is on its way.
+- Only into slots that a whole pass of scheduling left free.
 - Asking books nothing. Where the room is gone when a rollout comes, it goes anywhere.
 
 What this module does not know: scores, prefixes, and who gets the room that is left behind.
@@ -165,8 +166,16 @@ def _most_left_first(last: Last) -> float:
     return -last.left_tokens
 
 
+def go_on(world: World) -> None:
+    """After a pass that left nothing out (a slot that is free now is wanted by nobody): look at each run, once a second."""
+    kept, world.kept = world.kept, {}
+    for run in kept:
+        if world.runs.get(run.run_id) is run:
+            consider(world, run)
+
+
 def consider(world: World, run: Run) -> None:
-    """Called once a second for each run: interrupt those who should go on elsewhere, and note where."""
+    """Interrupt those of a run who should go on elsewhere, and note where."""
     settings = world.config.preempt
     ledger = run.ledger
     if not settings.enabled or not settings.consolidate:

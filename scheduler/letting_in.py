@@ -77,7 +77,9 @@ def restarted(world: World, run: Run) -> None:
             most = samples if group is None or not group.keep else group.keep - group.completed
             if window.left.get(key, 0) < most:
                 window.left[key] = window.left.get(key, 0) + 1
-                window.open_to[key] = window.left[key]
+                window.open_to[key] = max(
+                    samples, window.left[key]
+                )  # the rest of it was reserved, too, and has results
                 window.outstanding += 1
         elif rollout.result is not None:
             rollout.in_window = False

@@ -19,6 +19,7 @@ from rolloutd.scheduler import (
     audit,
     budgeting,
     clock,
+    consolidation,
     consumers,
     delivering,
     ending,
@@ -139,6 +140,8 @@ class Scheduler:
                     reordering.go_on(world)
                 if world.dirty:
                     placement.schedule(world)
+                if world.kept and not world.dirty:
+                    consolidation.go_on(world)
                 clock.end_drained_streams(world)
             case EngineLoad():
                 fleet.load(world, event)

@@ -10,7 +10,7 @@ from rolloutd.scheduler.consolidation import MOST_MOVES
 from rolloutd.scheduler.decode_curve import ENOUGH
 from rolloutd.scheduler.events import DrainEngine
 from rolloutd.scheduler.states import OnPreempt, TrainerState, UpdateMode
-from tests.scheduler.kit import Bench, config, engines, spec, specs
+from tests.scheduler.kit import REUSABLE, Bench, config, engines, spec, specs
 
 MOST = 16_000  # tokens; of unknown length, so some 2,000 are expected
 WRITTEN = 100
@@ -155,3 +155,22 @@ def test_who_was_on_its_way_when_a_version_under_drain_came_starts_again() -> No
     bench.finish_updates()
     (again,) = bench.tick()
     assert (again.rollout_id, again.max_new_tokens) == (mover, MOST)
+
+
+def test_a_slot_that_others_wait_for_is_not_moved_to() -> None:
+    """It was freed since the last pass, and the next one gives it away."""
+    bench = taught(2, FLAT_SECONDS, slowdowns=(3, 1))
+    bench.step(1, TrainerState.WAITING)
+    bench.run(*specs("a", 2, max_new_tokens=MOST))
+    (slow,), (quick,) = bench.running_on("e0"), bench.running_on("e1")
+    for rollout_id in (slow, quick):
+        bench.write(rollout_id, WRITTEN)
+    bench.finish(quick, WRITTEN)
+    bench.run(*specs("b", 60, REUSABLE, max_new_tokens=2000))
+    while bench.core.wants_tick or len(bench.running_on("e1")) < 16:
+        bench.tick(0.1)
+    for _ in range(5):
+        bench.finish(bench.running_on("e1")[0], WRITTEN)
+        (sent,) = bench.tick(1.0)
+        assert sent.engine_id == "e1" and not bench.leaving()
+        bench.write(sent.rollout_id, 1)

@@ -144,3 +144,25 @@ def test_waiting_for_another_engine_says_more_than_what_that_lacks(other: Gate) 
     assert choosing._sum_up(other, Gate.HELD_FOR_PREFIX) is Gate.HELD_FOR_PREFIX
     assert choosing._sum_up(Gate.HELD_FOR_PREFIX, Gate.OPEN) is Gate.OPEN
     assert choosing._sum_up(Gate.OPEN, Gate.HELD_FOR_PREFIX) is Gate.OPEN
+
+
+def test_a_turn_goes_home_though_other_engines_that_have_its_context_may_not_take_it() -> None:
+    """Of many engines only some of those with its context are looked at, here two with another label."""
+    labels = [{"gpu": "a"}] * 2 + [{"gpu": "b"}] * 22
+    facts = [engine(f"e{number}", 4, labels=one) for number, one in enumerate(labels)]
+    bench = Bench(*facts, settings=config(queue={"reserved_short_slots": 0}))
+    mine = {"engine_labels": {"gpu": "b"}}
+    bench.run(spec("s0", CONTEXT, session_id="s", turn=0, **mine))
+    home = bench.live["s0"].engine_id
+    bench.finish("s0")
+    world = bench.core._world
+    ((space, _), *_) = bench.its_run().lineage("policy").lookups
+    for other in ("e0", "e1"):
+        world.index.insert(space, prompt("s0", CONTEXT), world.engines[other].cache_key)
+    for number in range(100):
+        bench.run(spec(f"f{number}", **mine))
+        if bench.live[f"f{number}"].engine_id == home:
+            break  # so that home is none of the emptiest
+        bench.finish(f"f{number}")
+    bench.submit(spec("s1", token_bytes=prompt("s0", CONTEXT) + prompt("answer", 64), session_id="s", turn=1, **mine))
+    assert [(one.rollout_id, one.engine_id) for one in bench.tick()] == [("s1", home)]
