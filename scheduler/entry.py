@@ -43,6 +43,7 @@ class EntryKey(NamedTuple):
     alone: str
     labels: tuple[tuple[str, str], ...]
     requirement: Requirement = ANYTHING
+    sample: bool = True  # to train on, which a bound on staleness and a target mix are about
 
 
 @mypyc_attr(acyclic=True)

@@ -91,6 +91,7 @@ def _key_of(rollout: Rollout, continued: bool) -> EntryKey:
         rollout.rollout_id if continued or not group_id else "",
         label_key(spec.engine_labels),
         rollout.requirement,
+        staleness.bound(rollout),
     )
 
 
@@ -103,6 +104,7 @@ def _siblings(rollout: Rollout, group: Group) -> Entry | None:
         or entry.rollout_class is not rollout.rollout_class
         or entry.task_type is not rollout.task_type
         or entry.prompt_hash != rollout.prompt_hash
+        or entry.sample is not staleness.bound(rollout)
     ):
         return None
     spec = rollout.spec

@@ -240,3 +240,15 @@ def test_when_a_group_that_waits_is_cancelled_those_behind_it_go() -> None:
     assert not started(bench)
     bench.cancel("large")
     assert started(bench) == ["c"]
+
+
+def test_samples_are_counted_beside_other_work_of_their_group_and_prompt() -> None:
+    bench = bounded(batch_samples=4, max_staleness=0)
+    for name in ("g", "h"):
+        fields = {"group_id": name, "group_size": 5, "token_bytes": spec(name).token_bytes}
+        bench.submit(
+            spec(f"{name}-evaluation", origin=Origin.EVALUATION, **fields),
+            *[spec(f"{name}-{number}", **fields) for number in range(4)],
+        )
+    names = [name for name in started(bench) if "evaluation" not in name]
+    assert {name[0] for name in names} == {"g"} and len(names) == 4
