@@ -314,12 +314,10 @@ def _interrupted(world: World, rollout: Rollout, attempt: Attempt, reason: Abort
         lifecycle.requeue(world, rollout, "recalled from the engine's queue", keep=True)
     elif reason in (AbortReason.PUBLISH, AbortReason.MEMORY):
         lifecycle.requeue(world, rollout, f"interrupted ({reason.name.lower()})", keep=True)
-    elif reason is AbortReason.SLICE:
+    elif reason in time_slice.DIVIDING:
         rollout.preemptions += 1
-        lifecycle.requeue(world, rollout, "its time slice is over", keep=time_slice.keeps_tokens(rollout))
-    elif reason is AbortReason.MOVE:
-        rollout.preemptions += 1
-        lifecycle.requeue(world, rollout, "it goes on elsewhere", keep=time_slice.keeps_tokens(rollout))
+        why = "its time slice is over" if reason is AbortReason.SLICE else "it goes on elsewhere"
+        lifecycle.requeue(world, rollout, why, keep=time_slice.keeps_tokens(rollout))
     elif reason in (AbortReason.PREEMPT, AbortReason.BUDGET):
         rollout.preemptions += 1
         rollout.yielded += reason is AbortReason.PREEMPT

@@ -124,9 +124,7 @@ class World:
         self.promoting: dict[Run, Promotion] = {}  # runs with work that their step needs and that is not CRITICAL yet
         self.ending: dict[Run, list[Rollout]] = {}  # runs that have ended: what is still to be cancelled
         self.reordering: dict[Entry, None] = {}  # entries whose key is by weights that hold no longer
-        self.kept: dict[
-            Run, None
-        ] = {}  # runs that had their housekeeping since the last whole pass: see `consolidation`
+        self.kept: dict[Run, None] = {}  # had their housekeeping since the last whole pass: see `consolidation`
         self.rules_timer: Timer | None = None  # when rules are looked at; None: there are none
         self.last_calls_since = -math.inf  # when engines began to be let go after an update: see `updating`
         self.leaving: dict[str, Engine] = {}  # removed and not forgotten yet: attempts still run there

@@ -42,6 +42,18 @@ def uneven(growth_seconds: float = STEEP_SECONDS, on: bool = True, count: int = 
     return bench
 
 
+def slow_and_quick(slowdown: int) -> tuple[Bench, str]:
+    """The trainer waits for the one that runs on the slow engine, e0; the quick one, e1, is free."""
+    bench = taught(2, FLAT_SECONDS, slowdowns=(slowdown, 1))
+    bench.step(1, TrainerState.WAITING)
+    bench.run(*specs("a", 2, max_new_tokens=MOST))
+    (slow,), (quick,) = bench.running_on("e0"), bench.running_on("e1")
+    for rollout_id in (slow, quick):
+        bench.write(rollout_id, WRITTEN)
+    bench.finish(quick, WRITTEN)
+    return bench, slow
+
+
 def test_they_move_to_the_engine_with_fewer_and_lose_nothing() -> None:
     bench = uneven()
     bench.tick(1.0)
@@ -58,13 +70,7 @@ def test_they_move_to_the_engine_with_fewer_and_lose_nothing() -> None:
 
 
 def test_the_last_one_leaves_a_slow_engine_for_a_quick_one_that_is_free() -> None:
-    bench = taught(2, FLAT_SECONDS, slowdowns=(2, 1))
-    bench.step(1, TrainerState.WAITING)
-    bench.run(*specs("a", 2, max_new_tokens=MOST))
-    (slow,), (quick,) = bench.running_on("e0"), bench.running_on("e1")
-    for rollout_id in (slow, quick):
-        bench.write(rollout_id, WRITTEN)
-    bench.finish(quick, WRITTEN)
+    bench, slow = slow_and_quick(2)
     bench.tick(1.0)
     assert bench.leaving() == {slow}
     bench.stopped(slow, WRITTEN)
@@ -159,13 +165,7 @@ def test_who_was_on_its_way_when_a_version_under_drain_came_starts_again() -> No
 
 def test_a_slot_that_others_wait_for_is_not_moved_to() -> None:
     """It was freed since the last pass, and the next one gives it away."""
-    bench = taught(2, FLAT_SECONDS, slowdowns=(3, 1))
-    bench.step(1, TrainerState.WAITING)
-    bench.run(*specs("a", 2, max_new_tokens=MOST))
-    (slow,), (quick,) = bench.running_on("e0"), bench.running_on("e1")
-    for rollout_id in (slow, quick):
-        bench.write(rollout_id, WRITTEN)
-    bench.finish(quick, WRITTEN)
+    bench, _ = slow_and_quick(3)
     bench.run(*specs("b", 60, REUSABLE, max_new_tokens=2000))
     while bench.core.wants_tick or len(bench.running_on("e1")) < 16:
         bench.tick(0.1)
